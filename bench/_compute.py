@@ -14,7 +14,10 @@ class Products:
         self._rig = rig
         size = rig.pick(32, 8192, 8192)
         shape = (size, size)
-        self._factors = [torch.empty(shape, dtype=torch.bfloat16, device=rig.torch_device).normal_() for _ in range(2)]
+        self._factors = [
+            torch.empty(shape, dtype=torch.bfloat16, device=rig.torch_device).normal_()
+            for _ in range(2)
+        ]
         self._out = torch.empty(shape, dtype=torch.bfloat16, device=rig.torch_device)
         self.enqueue(10)
         self.seconds_each = rig.seconds(lambda: self.enqueue(50)) / 50

@@ -1,4 +1,5 @@
-"""The tensors that are moved: shapes of published models, their optimizer state, and many small tensors."""
+"""The tensors that are moved: shapes of published models, their optimizer state, and many small
+tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _DIGEST_STEP = 1 << 24
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The dimensions of a decoder with grouped attention, biased projections and untied embeddings."""
+    """The dimensions of a decoder with grouped attention, biased projections and untied
+    embeddings."""
 
     hidden: int
     feed_forward: int
@@ -23,7 +25,9 @@ class DecoderConfig:
     layers: int
 
 
-QWEN2_5_7B = DecoderConfig(hidden=3584, feed_forward=18944, key_value=512, vocabulary=152064, layers=28)
+QWEN2_5_7B = DecoderConfig(
+    hidden=3584, feed_forward=18944, key_value=512, vocabulary=152064, layers=28
+)
 _TINY = DecoderConfig(hidden=32, feed_forward=64, key_value=16, vocabulary=128, layers=2)
 
 
@@ -31,7 +35,11 @@ def decoder_config(rig: Rig) -> DecoderConfig:
     """Qwen2.5-7B (339 tensors, 15.23 GB in bf16); quick: 8 of its 28 layers (5.9 GB)."""
     layers = rig.pick(_TINY.layers, 8, QWEN2_5_7B.layers)
     big = QWEN2_5_7B
-    return _TINY if rig.size == "tiny" else DecoderConfig(big.hidden, big.feed_forward, big.key_value, big.vocabulary, layers)
+    return (
+        _TINY
+        if rig.size == "tiny"
+        else DecoderConfig(big.hidden, big.feed_forward, big.key_value, big.vocabulary, layers)
+    )
 
 
 def decoder_shapes(config: DecoderConfig) -> Iterator[tuple[int, ...]]:
@@ -51,10 +59,16 @@ def decoder_shapes(config: DecoderConfig) -> Iterator[tuple[int, ...]]:
 class Weights(torch.nn.Module):
     """Parameters of given shapes with random values, on the rig's device."""
 
-    def __init__(self, rig: Rig, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, rig: Rig, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
-        made = [torch.empty(shape, dtype=dtype, device=rig.torch_device).normal_() for shape in shapes]
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(tensor, requires_grad=False) for tensor in made)
+        made = [
+            torch.empty(shape, dtype=dtype, device=rig.torch_device).normal_() for shape in shapes
+        ]
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(tensor, requires_grad=False) for tensor in made
+        )
 
 
 def decoder(rig: Rig) -> Weights:
@@ -68,11 +82,15 @@ def blob(rig: Rig, nbytes: int) -> Weights:
 
 
 def adam_over(rig: Rig, module: torch.nn.Module, *, shards: int) -> torch.optim.AdamW:
-    """AdamW with the fp32 moments that one of `shards` ranks holds after some steps. The moments are made, not trained."""
+    """AdamW with the fp32 moments that one of `shards` ranks holds after some steps. The moments
+    are made, not trained."""
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
         numel = -(-parameter.numel() // shards)
-        moments = {key: torch.empty(numel, dtype=torch.float32, device=rig.torch_device).normal_() for key in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            key: torch.empty(numel, dtype=torch.float32, device=rig.torch_device).normal_()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
     return optimizer
 
@@ -98,7 +116,8 @@ def change(tensors: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def digest(tensors: Sequence[torch.Tensor]) -> int:
-    """64 bits computed from every byte and its place, where the tensors are. Equal before and after a move unless a byte changed."""
+    """64 bits computed from every byte and its place, where the tensors are. Equal before and after
+    a move unless a byte changed."""
     device = tensors[0].device
     keys = torch.arange(1, 2 * _DIGEST_STEP, 2, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -108,7 +127,8 @@ def digest(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors' bytes in their order, as words: large tensors in pieces, small ones together, because each piece costs some kernels."""
+    """The tensors' bytes in their order, as words: large tensors in pieces, small ones together,
+    because each piece costs some kernels."""
     small: list[torch.Tensor] = []
     num_words = 0
     for tensor in tensors:
@@ -123,7 +143,8 @@ def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class Consumer:
-    """The first kernel of a phase: small, on the current stream, reading the last tensor that was moved."""
+    """The first kernel of a phase: small, on the current stream, reading the last tensor that was
+    moved."""
 
     def __init__(self) -> None:
         self._out: torch.Tensor | None = None

@@ -1,6 +1,7 @@
 """One interface to everything that moves a module or an optimizer's state: placement and its peers.
 
-A mover builds its object on the device. A user pays `first_offload` once, and `offload` and `load` in every cycle.
+A mover builds its object on the device. A user pays `first_offload` once, and `offload` and `load`
+in every cycle.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Mover:
 
     Attributes:
         object: the module or optimizer, None before `build`.
-        moved_to_host, moved_to_device: bytes so far. A peer always copies everything; placement reports what it copied.
+        moved_to_host, moved_to_device: bytes so far. A peer always copies everything; placement
+        reports what it copied.
     """
 
     name: str
@@ -53,9 +55,14 @@ class Mover:
 
     @property
     def last_tensor(self) -> torch.Tensor:
-        """The tensor that the first kernel reads. A module's parameters stay the same objects, and walking over them is not the mover's
-        time, so they are kept. An optimizer's state may be new objects after each move."""
-        return self._last if self._last is not None and isinstance(self.object, torch.nn.Module) else self.tensors[-1]
+        """The tensor that the first kernel reads. A module's parameters stay the same objects, and
+        walking over them is not the mover's time, so they are kept. An optimizer's state may be new
+        objects after each move."""
+        return (
+            self._last
+            if self._last is not None and isinstance(self.object, torch.nn.Module)
+            else self.tensors[-1]
+        )
 
     def first_offload(self) -> None:
         self.offload()
@@ -88,7 +95,8 @@ class Mover:
 
 
 class Placement(Mover):
-    """placement: `register`, then phases. For an optimizer, phases inside one that keeps its module on the device.
+    """placement: `register`, then phases. For an optimizer, phases inside one that keeps its module
+    on the device.
 
     Args:
         owner: the module whose parameters the optimizer steps; None where the object is a module.
@@ -97,10 +105,18 @@ class Placement(Mover):
     name = "placement"
 
     def __init__(
-        self, rig: Rig, make: Make, tensors: Tensors = module_tensors, *, owner: torch.nn.Module | None = None, readonly: bool = False
+        self,
+        rig: Rig,
+        make: Make,
+        tensors: Tensors = module_tensors,
+        *,
+        owner: torch.nn.Module | None = None,
+        readonly: bool = False,
     ) -> None:
         super().__init__(rig, make, tensors)
-        self.manager = placement.Manager(device=rig.placement_device(), policy=placement.policies.Colocated("optimizer_step"))
+        self.manager = placement.Manager(
+            device=rig.placement_device(), policy=placement.policies.Colocated("optimizer_step")
+        )
         self._readonly = readonly
         self._owner = owner
         if owner is not None:
@@ -109,7 +125,9 @@ class Placement(Mover):
     def first_offload(self) -> None:
         """Register: reserve host memory, copy to it, release the device memory."""
         role = None if self._owner is not None else "critic"
-        self.handle = self.manager.register("object", self.object, role=role, readonly=self._readonly)
+        self.handle = self.manager.register(
+            "object", self.object, role=role, readonly=self._readonly
+        )
         self.rig.empty_cache()  # else the storages' first memory stays in torch's cache
 
     def settle(self) -> None:
@@ -152,7 +170,8 @@ class ModuleTo(Mover):
 
 
 class ModuleToNonBlocking(ModuleTo):
-    """`module.to(non_blocking=True)`: torch gives the host copy page-locked memory from its cache."""
+    """`module.to(non_blocking=True)`: torch gives the host copy page-locked memory from its
+    cache."""
 
     name = "module.to(non_blocking)"
     non_blocking = True
@@ -186,14 +205,17 @@ class VerlOptimizer(VerlModel):
 
 
 class AccelerateHook(Mover):
-    """accelerate's `cpu_offload_with_hook`: loads before the forward; the hook offloads like the next model's forward would."""
+    """accelerate's `cpu_offload_with_hook`: loads before the forward; the hook offloads like the
+    next model's forward would."""
 
     name = "accelerate"
 
     def build(self) -> None:
         accelerate = _peers.accelerate()
         super().build()
-        self.object, self._hook = accelerate.cpu_offload_with_hook(self.object, self.rig.torch_device)
+        self.object, self._hook = accelerate.cpu_offload_with_hook(
+            self.object, self.rig.torch_device
+        )
         self._load()  # attaching the hook offloads at once
 
     def _offload(self) -> None:
@@ -210,7 +232,8 @@ class AccelerateHook(Mover):
 
 
 class MemorySaver(Mover):
-    """torch_memory_saver: memory behind fixed addresses is released and taken again, with a copy on the host."""
+    """torch_memory_saver: memory behind fixed addresses is released and taken again, with a copy on
+    the host."""
 
     name = "torch_memory_saver"
     retain = False
@@ -245,17 +268,21 @@ class MemorySaverRetained(MemorySaver):
 
 
 class HandWritten(Mover):
-    """The best hand-written loop: page-locked copies made once, one non-blocking copy for each tensor, storages resized to nothing."""
+    """The best hand-written loop: page-locked copies made once, one non-blocking copy for each
+    tensor, storages resized to nothing."""
 
     name = "hand-written"
 
     def first_offload(self) -> None:
-        self._moved = tensors = self.tensors  # the tensor objects stay the same, wherever their bytes are
+        # the tensor objects stay the same, wherever their bytes are
+        self._moved = tensors = self.tensors
         flat = self.rig.pin(sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors))
         self._copies = []
         offset = 0
         for tensor in tensors:
-            self._copies.append(flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._copies.append(
+                flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            )
             offset += -(-tensor.nbytes // 64) * 64
         self.offload()
 
@@ -281,7 +308,8 @@ class HandWritten(Mover):
 
 
 class DeepSpeedStates(Mover):
-    """DeepSpeed's `offload_adam_states` and `reload_adam_states`, page-locked and non-blocking, as OpenRLHF calls them."""
+    """DeepSpeed's `offload_adam_states` and `reload_adam_states`, page-locked and non-blocking, as
+    OpenRLHF calls them."""
 
     name = "deepspeed"
 
@@ -290,7 +318,9 @@ class DeepSpeedStates(Mover):
         super().build()
 
     def _offload(self) -> None:
-        self._states.offload_adam_states(self.object, "cpu", pin_memory=self.rig.is_cuda, non_blocking=True)
+        self._states.offload_adam_states(
+            self.object, "cpu", pin_memory=self.rig.is_cuda, non_blocking=True
+        )
         self.rig.empty_cache()
         self.rig.sync()
 
@@ -298,7 +328,12 @@ class DeepSpeedStates(Mover):
         self._states.reload_adam_states(self.object, self.rig.torch_device, non_blocking=True)
 
 
-MODULE_PEERS: Sequence[type[Mover]] = (HandWritten, VerlModel, ModuleToNonBlocking, MemorySaverRetained)
+MODULE_PEERS: Sequence[type[Mover]] = (
+    HandWritten,
+    VerlModel,
+    ModuleToNonBlocking,
+    MemorySaverRetained,
+)
 SLOW_PEERS: Sequence[type[Mover]] = (ModuleTo, AccelerateHook, MemorySaver)
 """Each cycle of these takes host memory anew: a minute a system at full size."""
 OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

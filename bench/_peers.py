@@ -1,4 +1,5 @@
-"""Import the peers' own code from their installed packages, without dependencies that moving bytes does not need."""
+"""Import the peers' own code from their installed packages, without dependencies that moving bytes
+does not need."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import torch
 
 
 def _bare(package: str, attributes: Mapping[str, Any] | None = None) -> None:
-    """Let `import package.x` find x without running the package's `__init__`, which imports a whole framework."""
+    """Let `import package.x` find x without running the package's `__init__`, which imports a whole
+    framework."""
     if package in sys.modules:
         return
     top, *rest = package.split(".")
@@ -29,7 +31,8 @@ def _bare(package: str, attributes: Mapping[str, Any] | None = None) -> None:
         folders = list(spec.submodule_search_locations)
     module = ModuleType(package)
     module.__path__ = folders
-    module.__spec__ = ModuleSpec(package, None, is_package=True)  # other code checks whether the package is there
+    # other code checks whether the package is there
+    module.__spec__ = ModuleSpec(package, None, is_package=True)
     for name, value in (attributes or {}).items():
         setattr(module, name, value)
     sys.modules[package] = module
@@ -62,7 +65,8 @@ def deepspeed() -> Any:
 
 
 def deepspeed_cpu_adam() -> Any:
-    """DeepSpeed's `DeepSpeedCPUAdam`, whose C++ code is compiled at its first use. It needs the whole package."""
+    """DeepSpeed's `DeepSpeedCPUAdam`, whose C++ code is compiled at its first use. It needs the
+    whole package."""
     if not hasattr(sys.modules.get("deepspeed"), "ops"):
         for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
             del sys.modules[name]  # stand-ins of `deepspeed` above
@@ -80,11 +84,14 @@ def verl() -> Any:
     """`verl.utils.fsdp_utils`."""
     for package in ("verl", "verl.utils"):
         _bare(package)
-    _unless_installed("verl.utils.model", {"check_exclude_modules": None, "check_target_modules": None})
+    _unless_installed(
+        "verl.utils.model", {"check_exclude_modules": None, "check_target_modules": None}
+    )
     _unless_installed("peft.utils.save_and_load", {"get_peft_model_state_dict": None})
     helpers: Any = importlib.import_module("verl.utils.fsdp_utils")
     if not torch.cuda.is_available():
-        helpers.get_device_id = lambda: torch.device("cpu")  # its platform layer knows only accelerators
+        # its platform layer knows only accelerators
+        helpers.get_device_id = lambda: torch.device("cpu")
     return helpers
 
 

@@ -56,7 +56,8 @@ def _version(name: str) -> str | None:
 
 
 class Results:
-    """The rows of one benchmark. The file is rewritten after each system, so that a later crash loses nothing.
+    """The rows of one benchmark. The file is rewritten after each system, so that a later crash
+    loses nothing.
 
     Args:
         benchmark: the file's name.
@@ -64,11 +65,15 @@ class Results:
         size: "full", "quick" or "tiny".
     """
 
-    def __init__(self, benchmark: str, device: str, size: str = "full", folder: Path | None = None) -> None:
+    def __init__(
+        self, benchmark: str, device: str, size: str = "full", folder: Path | None = None
+    ) -> None:
         self.benchmark = benchmark
         self.device = device
         self.size = size
-        self.path = (FOLDER if folder is None else folder) / f"{benchmark}{'' if device.startswith('cuda') else '_' + device}.json"
+        self.path = (
+            FOLDER if folder is None else folder
+        ) / f"{benchmark}{'' if device.startswith('cuda') else '_' + device}.json"
         self.rows: list[Row] = []
         self.errors: list[dict[str, str]] = []
 
@@ -78,15 +83,19 @@ class Results:
         self.rows.append(row)
         print(f"{scenario:<34}  {system:<28} {metric:<34} {row.value:>18,.4f} {unit}", flush=True)
 
-    def rate(self, scenario: str, system: str, what: str, nbytes: float, seconds: float, link: float) -> None:
-        """Add a rate in GB/s (1e9 bytes), and its share of `link`, the raw rate measured in the same run."""
+    def rate(
+        self, scenario: str, system: str, what: str, nbytes: float, seconds: float, link: float
+    ) -> None:
+        """Add a rate in GB/s (1e9 bytes), and its share of `link`, the raw rate measured in the
+        same run."""
         achieved = nbytes / seconds / 1e9
         self.add(scenario, system, f"{what}, rate", achieved, "GB/s")
         self.add(scenario, system, f"{what}, share of the link", 100 * achieved / link, "%")
 
     @contextmanager
     def system(self, scenario: str, system: str) -> Iterator[None]:
-        """Measure one system. An exception becomes a row `error` with its message in the file, and the other systems go on."""
+        """Measure one system. An exception becomes a row `error` with its message in the file, and
+        the other systems go on."""
         try:
             yield
         except Exception as error:
@@ -105,7 +114,11 @@ class Results:
         self.rows, self.errors = [Row(**row) for row in content["rows"]], content.get("errors", [])
 
     def write(self) -> None:
-        content: dict[str, Any] = {"benchmark": self.benchmark, "machine": machine(self.device), "rows": [asdict(row) for row in self.rows]}
+        content: dict[str, Any] = {
+            "benchmark": self.benchmark,
+            "machine": machine(self.device),
+            "rows": [asdict(row) for row in self.rows],
+        }
         content["machine"]["size"] = self.size
         if self.errors:
             content["errors"] = self.errors
@@ -116,6 +129,10 @@ class Results:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every result file of a folder, by the benchmark's name: that of a GPU, where there is one of the simulated device, too."""
+    """Every result file of a folder, by the benchmark's name: that of a GPU, where there is one of
+    the simulated device, too."""
     files: Sequence[Path] = sorted(folder.glob("*.json"), reverse=True)
-    return {content["benchmark"]: content for content in (json.loads(file.read_text(encoding="utf-8")) for file in files)}
+    return {
+        content["benchmark"]: content
+        for content in (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    }

@@ -1,4 +1,5 @@
-"""The base of every benchmark: the device, the size of the job, clocks, and memory as the driver reports it."""
+"""The base of every benchmark: the device, the size of the job, clocks, and memory as the driver
+reports it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Rig:
     """One run on one device.
 
     Attributes:
-        device: "cuda:0" or "simulated". In a simulated run placement works in host memory and peers copy from CPU to CPU. That shows
+        device: "cuda:0" or "simulated". In a simulated run placement works in host memory and peers
+        copy from CPU to CPU. That shows
             that a benchmark runs, but says nothing about speed.
         size: "full" as in the README; "quick" is about a third of the bytes; "tiny" is for a test.
         only: the systems to measure; none means all.
@@ -88,7 +90,8 @@ class Rig:
 
     @contextmanager
     def sampled_peak(self) -> Iterator[Peak]:
-        """Watch the device's memory from another process. The `Peak` has no samples without a GPU."""
+        """Watch the device's memory from another process. The `Peak` has no samples without a
+        GPU."""
         if not self.is_cuda:
             yield Peak()
             return
@@ -107,17 +110,39 @@ class Rig:
 
 def available_host_bytes() -> int:
     """Host bytes that the machine could still give."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    meminfo = dict(
+        line.split(":", 1)
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    )
     return int(meminfo["MemAvailable"].split()[0]) << 10
 
 
-def parse(description: str | None, arguments: Sequence[str] | None, own: Sequence[argparse.ArgumentParser] = ()) -> argparse.Namespace:
+def parse(
+    description: str | None,
+    arguments: Sequence[str] | None,
+    own: Sequence[argparse.ArgumentParser] = (),
+) -> argparse.Namespace:
     """Parse the options that every benchmark has, and those that it has of its `own`."""
     parser = argparse.ArgumentParser(description=description, parents=own)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated", help='"cuda:0" or "simulated"')
-    parser.add_argument("--size", choices=SIZES, default=None, help="size of the job (default: full on a GPU, else tiny)")
+    parser.add_argument(
+        "--device",
+        default="cuda:0" if torch.cuda.is_available() else "simulated",
+        help='"cuda:0" or "simulated"',
+    )
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default=None,
+        help="size of the job (default: full on a GPU, else tiny)",
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder for the result files")
-    parser.add_argument("--only", nargs="+", metavar="SYSTEM", default=(), help="measure these systems alone, such as placement")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="SYSTEM",
+        default=(),
+        help="measure these systems alone, such as placement",
+    )
     parsed = parser.parse_args(arguments)
     if parsed.size is None:
         parsed.size = "full" if parsed.device.startswith("cuda") else "tiny"

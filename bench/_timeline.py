@@ -1,6 +1,8 @@
-"""Write down the device memory in use, every other millisecond, from a separate process: `python -m bench._timeline UUID FILE`.
+"""Write down the device memory in use, every other millisecond, from a separate process: `python -m
+bench._timeline UUID FILE`.
 
-The times are those of `time.monotonic`, which all processes of a machine share, so that phases of other processes can be laid over them.
+The times are those of `time.monotonic`, which all processes of a machine share, so that phases of
+other processes can be laid over them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Timeline:
         """The bytes in use at each sample of the span."""
         if not self._samples:
             lines = (line.split() for line in self._file.read_text(encoding="utf-8").splitlines())
-            self._samples = [(float(line[0]), int(line[1])) for line in lines if len(line) == 2]  # the last line may be half a one
+            # the last line may be half a one
+            self._samples = [(float(line[0]), int(line[1])) for line in lines if len(line) == 2]
         return [used for at, used in self._samples if began <= at <= ended]
 
 
@@ -49,12 +52,16 @@ def recorded(uuid: str, file: Path) -> Iterator[Timeline]:
         RuntimeError: NVML is not available.
     """
     command = [sys.executable, "-m", "bench._timeline", uuid, str(file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             if process.stdout.readline() != "ready\n":
-                raise RuntimeError("the sampler did not start; check that libnvidia-ml.so.1 is installed")
+                raise RuntimeError(
+                    "the sampler did not start; check that libnvidia-ml.so.1 is installed"
+                )
             yield Timeline(file)
         finally:
             process.stdin.close()

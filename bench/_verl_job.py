@@ -1,4 +1,5 @@
-"""One run of verl's own driver, `python -m verl.trainer.main_ppo`, in processes of its own, and what it wrote down."""
+"""One run of verl's own driver, `python -m verl.trainer.main_ppo`, in processes of its own, and
+what it wrote down."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Job:
 
     Attributes:
         steps: verl's own metrics, a dictionary a step.
-        events: when each phase began and ended, and the snapshots of placement's managers after each step.
-        output: all that its processes printed.
+        events: when each phase began and ended, and the snapshots of placement's managers after
+        each step. output: all that its processes printed.
     """
 
     steps: list[dict[str, Any]]
@@ -35,16 +36,33 @@ class Job:
 
     @property
     def computed(self) -> list[dict[str, Any]]:
-        """The metrics without those that tell seconds or memory: what two runs of the same job have in common, bit for bit."""
-        return [{name: value for name, value in step.items() if "timing" not in name and "perf/" not in name} for step in self.steps]
+        """The metrics without those that tell seconds or memory: what two runs of the same job have
+        in common, bit for bit."""
+        return [
+            {
+                name: value
+                for name, value in step.items()
+                if "timing" not in name and "perf/" not in name
+            }
+            for step in self.steps
+        ]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 def run(
-    folder: Path, inputs: Path, options: Mapping[str, Any], environment: Mapping[str, str], modules: Sequence[str], seconds: float
+    folder: Path,
+    inputs: Path,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    modules: Sequence[str],
+    seconds: float,
 ) -> Job:
     """Run the recipe of `inputs` with these options to its end.
 
@@ -70,11 +88,26 @@ def run(
     }
     output = folder / "output.txt"
     # Ray's sockets lie here, and their paths must be short.
-    with tempfile.TemporaryDirectory(prefix="verl", ignore_cleanup_errors=True) as sockets, output.open("w") as file:
-        arguments = recipe.options(inputs, {"hydra.run.dir": folder / "hydra", "+ray_kwargs.ray_init._temp_dir": sockets, **options})
+    with (
+        tempfile.TemporaryDirectory(prefix="verl", ignore_cleanup_errors=True) as sockets,
+        output.open("w") as file,
+    ):
+        arguments = recipe.options(
+            inputs,
+            {
+                "hydra.run.dir": folder / "hydra",
+                "+ray_kwargs.ray_init._temp_dir": sockets,
+                **options,
+            },
+        )
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
         process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status: int | str = process.wait(seconds)
@@ -82,9 +115,14 @@ def run(
             status = f"no end after {seconds:g} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # Ray's own processes end with the one that started them
+                # Ray's own processes end with the one that started them
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     told = output.read_text(encoding="utf-8", errors="replace")
     if status != 0:
         raise RuntimeError(f"verl's driver ended with {status}:\n{told[-6000:]}")
-    return Job([line["data"] for line in _lines(folder / "steps.jsonl")], _lines(folder / "events.jsonl"), told)
+    return Job(
+        [line["data"] for line in _lines(folder / "steps.jsonl")],
+        _lines(folder / "events.jsonl"),
+        told,
+    )

@@ -1,6 +1,8 @@
-"""Importing this module makes verl's driver write down when each phase began and ended, and what placement then says of its handles.
+"""Importing this module makes verl's driver write down when each phase began and ended, and what
+placement then says of its handles.
 
-`VERL_USE_EXTERNAL_MODULES` names it. The times go to the file that `EVENTS` names, one line of JSON a phase.
+`VERL_USE_EXTERNAL_MODULES` names it. The times go to the file that `EVENTS` names, one line of JSON
+a phase.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from placement.integrations.verl.plugin import after_import
 
 EVENTS = "VERL_BENCH_EVENTS"
 SHARED_MEMORY = "VERL_BENCH_SHARED_MEMORY"
-"""Set where the machine has no CUDA IPC: verl then sends weights through the host, as it does on devices without it."""
+"""Set where the machine has no CUDA IPC: verl then sends weights through the host, as it does on
+devices without it."""
 PHASES = {
     "_compute_old_log_prob": "log_prob",
     "_compute_ref_log_prob": "ref_log_prob",
@@ -39,7 +42,10 @@ def _states() -> list[dict[str, Any]]:
         for group in json.loads(file.read_text(encoding="utf-8")):
             for address in group["targets"]:
                 # A page that does not answer costs its figures, and not the run.
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/state", timeout=10) as answer:
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"http://{address}/state", timeout=10) as answer,
+                ):
                     found.append(json.load(answer))
     return found
 
@@ -51,7 +57,12 @@ def _watched(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(trainer, *arguments, **keywords)
         finally:
-            event = {"phase": phase, "step": trainer.global_steps, "began": began, "ended": time.monotonic()}
+            event = {
+                "phase": phase,
+                "step": trainer.global_steps,
+                "began": began,
+                "ended": time.monotonic(),
+            }
             event["states"] = _states() if phase == "weight_sync" else []
             with open(os.environ[EVENTS], "a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
@@ -74,6 +85,7 @@ def _send_through_the_host() -> None:
 
 if EVENTS in os.environ:
     after_import("verl.trainer.ppo.v1.trainer_sync", _watch)
-    importlib.import_module("placement.integrations.verl.plugin")  # by name: placement need not be installed
+    # by name: placement need not be installed
+    importlib.import_module("placement.integrations.verl.plugin")
 if SHARED_MEMORY in os.environ:
     after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _send_through_the_host)

@@ -1,4 +1,5 @@
-"""How long do 15.2 GB of fp32 Adam moments (one of four shards of a 7B model) take off the device and back?"""
+"""How long do 15.2 GB of fp32 Adam moments (one of four shards of a 7B model) take off the device
+and back?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ def _maker(rig: Rig, system: type[Mover]) -> Callable[[], Mover]:
     def make() -> Mover:
         owner = decoder(rig)  # gives the moments their shapes; it is not measured
         build = partial(adam_over, rig, owner, shards=4)
-        return Placement(rig, build, moments, owner=owner) if system is Placement else system(rig, build, moments)
+        return (
+            Placement(rig, build, moments, owner=owner)
+            if system is Placement
+            else system(rig, build, moments)
+        )
 
     return make
 
@@ -25,7 +30,13 @@ def _maker(rig: Rig, system: type[Mover]) -> Callable[[], Mover]:
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
     systems: Sequence[type[Mover]] = (Placement, *OPTIMIZER_PEERS)
-    compare(rig, results, "Adam state, fp32", raw, {system.name: _maker(rig, system) for system in systems})
+    compare(
+        rig,
+        results,
+        "Adam state, fp32",
+        raw,
+        {system.name: _maker(rig, system) for system in systems},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""How long does the host wait for a load of 15 GB, even behind 320 ms of queued work, and how much does that work lose meanwhile?"""
+"""How long does the host wait for a load of 15 GB, even behind 320 ms of queued work, and how much
+does that work lose meanwhile?"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _TIMES = 3
 
 
 def _host_blocked(rig: Rig, mover: Mover, work: Callable[[], object]) -> float:
-    """Milliseconds for which `mover.load()` blocks the host, with `work` queued before it. The object ends up off the device."""
+    """Milliseconds for which `mover.load()` blocks the host, with `work` queued before it. The
+    object ends up off the device."""
     rig.sync()
     work()
     began = time.perf_counter()
@@ -53,16 +55,27 @@ def measure(rig: Rig, results: Results) -> None:
     count = products.count_for(_QUEUED_SECONDS)
     scenario = "load of 15 GB" if rig.size == "full" else f"load of {nbytes:,} bytes"
     results.add(scenario, "link", "queued work", count * products.seconds_each, "s")
-    for system in (each for each in (Placement, ModuleToNonBlocking, HandWritten) if rig.wants(each.name)):
+    for system in (
+        each for each in (Placement, ModuleToNonBlocking, HandWritten) if rig.wants(each.name)
+    ):
         with results.system(scenario, system.name):
             mover = system(rig, partial(blob, rig, nbytes))
             mover.build()
             mover.first_offload()
             _host_blocked(rig, mover, lambda: None)  # warm up
-            for what, work in (("nothing queued", lambda: None), ("320 ms queued", partial(products.enqueue, count))):
+            for what, work in (
+                ("nothing queued", lambda: None),
+                ("320 ms queued", partial(products.enqueue, count)),
+            ):
                 blocked = statistics.median(_host_blocked(rig, mover, work) for _ in range(_TIMES))
                 results.add(scenario, system.name, f"host blocked, {what}", blocked, "ms")
-            results.add(scenario, system.name, "products slowed by", _slowed(rig, mover, products, count), "%")
+            results.add(
+                scenario,
+                system.name,
+                "products slowed by",
+                _slowed(rig, mover, products, count),
+                "%",
+            )
             mover.close()
             del mover
         rig.clean()

@@ -1,7 +1,9 @@
-"""How much code does one call go through? Counts files entered and call depth, modules in each folder, and import cycles.
+"""How much code does one call go through? Counts files entered and call depth, modules in each
+folder, and import cycles.
 
-The walks use two Linears and their AdamW on the simulated device. They show what a maintainer must read to follow one call. The numbers
-do not depend on the machine. `python -m bench.code_paths` prints the table and writes `bench/results/code_paths.json`.
+The walks use two Linears and their AdamW on the simulated device. They show what a maintainer must
+read to follow one call. The numbers do not depend on the machine. `python -m bench.code_paths`
+prints the table and writes `bench/results/code_paths.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ROOT = Path(placement.__file__).resolve().parent
 
 
 class Walk:
-    """The files of placement that a call enters, and the depth to which calls of placement's functions nest."""
+    """The files of placement that a call enters, and the depth to which calls of placement's
+    functions nest."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -42,7 +45,11 @@ class Walk:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
-        if event not in ("call", "return") or "/placement/" not in name or not Path(name).resolve().is_relative_to(ROOT):
+        if (
+            event not in ("call", "return")
+            or "/placement/" not in name
+            or not Path(name).resolve().is_relative_to(ROOT)
+        ):
             return
         if event == "call":
             self.files.add(name)
@@ -53,7 +60,8 @@ class Walk:
 
 
 def walks() -> dict[str, Walk]:
-    """Walk through `register` of the module, `enter` and `leave` of a training phase that moves both, and one pass over `weights()`."""
+    """Walk through `register` of the module, `enter` and `leave` of a training phase that moves
+    both, and one pass over `weights()`."""
     manager = placement.Manager(device=SimulatedDevice(1 << 24, chunk_bytes=4096))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -65,7 +73,8 @@ def walks() -> dict[str, Walk]:
 
     actor = walk("register", lambda: manager.register("actor", model, role="actor"))
     manager.register("actor.optimizer", optimizer)
-    for _ in range(2):  # the second round is typical: the optimizer's state exists, and the cycle is known
+    # the second round is typical: the optimizer's state exists, and the cycle is known
+    for _ in range(2):
         phase = manager.phase("train")
         walk("enter", phase.__enter__)
         model(torch.ones(2, 8)).sum().backward()
@@ -79,7 +88,8 @@ def walks() -> dict[str, Walk]:
 
 
 def modules() -> dict[str, Path]:
-    """The modules of the package by dotted name, without policies, which are a package of their own."""
+    """The modules of the package by dotted name, without policies, which are a package of their
+    own."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -89,7 +99,8 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that a file imports anywhere, even for annotations and inside functions."""
+    """The modules of the package that a file imports anywhere, even for annotations and inside
+    functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -98,13 +109,22 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            yield from [found for end in range(len(parts), 0, -1) if (found := ".".join(parts[:end])) in known][:1]
+            yield from [
+                found
+                for end in range(len(parts), 0, -1)
+                if (found := ".".join(parts[:end])) in known
+            ][:1]
 
 
 def cycles(known: dict[str, Path] | None = None) -> list[list[str]]:
-    """Groups of modules that import one another, directly or indirectly, without the package's own `__init__` (Tarjan 1972)."""
+    """Groups of modules that import one another, directly or indirectly, without the package's own
+    `__init__` (Tarjan 1972)."""
     known = modules() if known is None else known
-    graph = {name: set(imports(path, known)) - {name, "placement"} for name, path in known.items() if name != "placement"}
+    graph = {
+        name: set(imports(path, known)) - {name, "placement"}
+        for name, path in known.items()
+        if name != "placement"
+    }
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     open_: list[str] = []
@@ -132,7 +152,9 @@ def cycles(known: dict[str, Path] | None = None) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     results = Results("code_paths", "simulated")
     for name, walk in walks().items():
         results.add(name, "placement", "files entered", len(walk.files), "files")

@@ -1,4 +1,5 @@
-"""Does anything grow over 2,000 cycles of three models of 128 to 512 MiB: used device memory, page-locked bytes, the process?"""
+"""Does anything grow over 2,000 cycles of three models of 128 to 512 MiB: used device memory,
+page-locked bytes, the process?"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ _CHANGE_EVERY = 10
 
 def _process_bytes() -> int:
     """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def measure(rig: Rig, results: Results) -> None:
@@ -50,9 +53,27 @@ def measure(rig: Rig, results: Results) -> None:
             process.append(_process_bytes())
         free, host, process = free[_WARM_UPS:], host[_WARM_UPS:], process[_WARM_UPS:]
         results.add(scenario, "placement", "one cycle", statistics.median(times), "s")
-        results.add(scenario, "placement", "free device bytes, largest less smallest", max(free) - min(free), "bytes")
-        results.add(scenario, "placement", "page-locked bytes, largest less smallest", max(host) - min(host), "bytes")
-        results.add(scenario, "placement", "memory of the process, last less first", process[-1] - process[0], "bytes")
+        results.add(
+            scenario,
+            "placement",
+            "free device bytes, largest less smallest",
+            max(free) - min(free),
+            "bytes",
+        )
+        results.add(
+            scenario,
+            "placement",
+            "page-locked bytes, largest less smallest",
+            max(host) - min(host),
+            "bytes",
+        )
+        results.add(
+            scenario,
+            "placement",
+            "memory of the process, last less first",
+            process[-1] - process[0],
+            "bytes",
+        )
         models.clear()
         del model
         gc.collect()  # dead objects need no ordinary memory at close()

@@ -1,7 +1,8 @@
-"""How fast do host copies go to a local disk and come back, beside fio (else dd) with the same blocks? And what does a job wait for them?
+"""How fast do host copies go to a local disk and come back, beside fio (else dd) with the same
+blocks? And what does a job wait for them?
 
-The folder is `BENCH_DISK`, else that for temporary files: name one on the disk in question. Rates on a disk that others use
-differ from run to run, so systems take turns, and the median counts.
+The folder is `BENCH_DISK`, else that for temporary files: name one on the disk in question. Rates
+on a disk that others use differ from run to run, so systems take turns, and the median counts.
 """
 
 from __future__ import annotations
@@ -76,21 +77,34 @@ def _dd(path: Path, nbytes: int, processes: int) -> dict[str, Callable[[], objec
             raise RuntimeError("dd failed")
 
     return {
-        "write": lambda: run("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc,fdatasync", "seek={offset}"),
+        "write": lambda: run(
+            "if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc,fdatasync", "seek={offset}"
+        ),
         "read": lambda: run(f"if={path}", "of=/dev/null", "iflag=direct", "skip={offset}"),
     }
 
 
 def _fio_rate(path: Path, nbytes: int, direction: str) -> float:
     """Bytes a second of one fio job with our blocks and depth."""
-    command = ["fio", "--name=bench", f"--filename={path}", f"--size={nbytes}", f"--rw={direction}", "--direct=1", f"--bs={BLOCK_BYTES}"]
+    command = [
+        "fio",
+        "--name=bench",
+        f"--filename={path}",
+        f"--size={nbytes}",
+        f"--rw={direction}",
+        "--direct=1",
+        f"--bs={BLOCK_BYTES}",
+    ]
     command += [f"--iodepth={DEPTH}", "--ioengine=libaio", "--end_fsync=1", "--output-format=json"]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(json.loads(found.stdout)["jobs"][0][direction]["bw_bytes"])
 
 
 def _raw(rig: Rig, results: Results, folder: Path) -> None:
-    nbytes = rig.pick(8 << 20, 1 << 30, 8 << 30) // (BLOCK_BYTES * DEPTH) * (BLOCK_BYTES * DEPTH) or BLOCK_BYTES * DEPTH
+    nbytes = (
+        rig.pick(8 << 20, 1 << 30, 8 << 30) // (BLOCK_BYTES * DEPTH) * (BLOCK_BYTES * DEPTH)
+        or BLOCK_BYTES * DEPTH
+    )
     slab = Slab(nbytes)
     slab.view(0, nbytes).view(torch.int64).random_()
     path = folder / f"placement-bench-{os.getpid()}"
@@ -106,15 +120,21 @@ def _raw(rig: Rig, results: Results, folder: Path) -> None:
             for system, work in systems.items():
                 began = time.perf_counter()
                 work[direction]()
-                rates.setdefault((system, direction), []).append(nbytes / (time.perf_counter() - began))
+                rates.setdefault((system, direction), []).append(
+                    nbytes / (time.perf_counter() - began)
+                )
             if shutil.which("fio"):
                 reference = "fio"
-                rates.setdefault((reference, direction), []).append(_fio_rate(path, nbytes, direction))
+                rates.setdefault((reference, direction), []).append(
+                    _fio_rate(path, nbytes, direction)
+                )
     path.unlink(missing_ok=True)
     for (system, direction), found in rates.items():
         results.add(_RAW, system, f"{direction}, rate", statistics.median(found) / 1e9, "GB/s")
     for direction in ("write", "read"):
-        share = statistics.median(rates["placement", direction]) / statistics.median(rates[reference, direction])
+        share = statistics.median(rates["placement", direction]) / statistics.median(
+            rates[reference, direction]
+        )
         results.add(_RAW, "placement", f"{direction}, share of {reference}", 100 * share, "%")
 
 
@@ -124,11 +144,22 @@ def _model(rig: Rig, width: int) -> torch.nn.Module:
 
 
 def _job(rig: Rig, results: Results, folder: Path, name: str, share: float | None) -> None:
-    """A cycle of three phases over an actor with its optimizer, a reference and a critic: six times the bytes of one model."""
+    """A cycle of three phases over an actor with its optimizer, a reference and a critic: six times
+    the bytes of one model."""
     width = rig.pick(64, 768, 8192)
     model_bytes = 8 * width * width * 4
-    limit = {} if share is None else {"host_limit_bytes": int(6 * share * model_bytes), "disk_directory": folder}
-    chosen = rig.device if rig.is_cuda else SimulatedDevice(8 * model_bytes, chunk_bytes=1 << 22 if rig.size != "tiny" else 1 << 14)
+    limit = (
+        {}
+        if share is None
+        else {"host_limit_bytes": int(6 * share * model_bytes), "disk_directory": folder}
+    )
+    chosen = (
+        rig.device
+        if rig.is_cuda
+        else SimulatedDevice(
+            8 * model_bytes, chunk_bytes=1 << 22 if rig.size != "tiny" else 1 << 14
+        )
+    )
     manager = placement.Manager(device=chosen, **limit)
     models = {role: _model(rig, width) for role in ("actor", "ref", "critic", "reward")}
     adam = torch.optim.AdamW(models["actor"].parameters())
@@ -155,10 +186,20 @@ def _job(rig: Rig, results: Results, folder: Path, name: str, share: float | Non
         time.sleep(work)
     after = manager.snapshot()
     figures, cycles = after.since(before), _CYCLES - _CYCLES // 2
-    results.add(_JOB, name, "host memory", sum(handle.host_bytes for handle in after.handles) / 1e9, "GB")
-    results.add(_JOB, name, "on disk", sum(handle.disk_bytes for handle in after.handles) / 1e9, "GB")
+    results.add(
+        _JOB, name, "host memory", sum(handle.host_bytes for handle in after.handles) / 1e9, "GB"
+    )
+    results.add(
+        _JOB, name, "on disk", sum(handle.disk_bytes for handle in after.handles) / 1e9, "GB"
+    )
     results.add(_JOB, name, "stall a cycle", figures["placement/stall_seconds"] / cycles, "s")
-    results.add(_JOB, name, "waited for the disk a cycle", figures["placement/disk_wait_seconds"] / cycles, "s")
+    results.add(
+        _JOB,
+        name,
+        "waited for the disk a cycle",
+        figures["placement/disk_wait_seconds"] / cycles,
+        "s",
+    )
     manager.close()
 
 

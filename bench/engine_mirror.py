@@ -1,9 +1,12 @@
-"""Does a snapshot say how much host memory a process takes, with an engine in it that keeps its weights on the host?
+"""Does a snapshot say how much host memory a process takes, with an engine in it that keeps its
+weights on the host?
 
-The kernel's figures are taken at three places of a step, as growth since before anything was registered: `process` is what the kernel
-counts for this process and those that it has started (RssAnon and RssShmem of /proc/PID/status), `machine` is by how much MemAvailable has
-fallen. Page-locked memory of a driver need not be in the first; other programs are in the second. Needs a GPU, and torch_memory_saver, vLLM
-or SGLang, each in a run of its own: `python -m bench.engine_mirror --system vllm`.
+The kernel's figures are taken at three places of a step, as growth since before anything was
+registered: `process` is what the kernel counts for this process and those that it has started
+(RssAnon and RssShmem of /proc/PID/status), `machine` is by how much MemAvailable has fallen.
+Page-locked memory of a driver need not be in the first; other programs are in the second. Needs a
+GPU, and torch_memory_saver, vLLM or SGLang, each in a run of its own: `python -m
+bench.engine_mirror --system vllm`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class _Own(TaggedEngine):
 
 
 class Copied(_Own):
-    """Copies its weights to memory of torch's, as long as they are away. It runs without a GPU, too."""
+    """Copies its weights to memory of torch's, as long as they are away. It runs without a GPU,
+    too."""
 
     mirror_stays = False
 
@@ -93,8 +97,18 @@ class Saved(_Own):
 def _qwen2(nbytes: int) -> str:
     """A folder with the configuration of a Qwen2 of about `nbytes`, and no weights."""
     width, layer_bytes = 2048, 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
-    config: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16", "vocab_size": 1024}
-    config |= {"hidden_size": width, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config: dict[str, Any] = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 1024,
+    }
+    config |= {
+        "hidden_size": width,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
     config["num_hidden_layers"] = max(1, nbytes // layer_bytes)
     folder = tempfile.mkdtemp()
     Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -106,18 +120,43 @@ def _vllm(_: Rig, nbytes: int) -> TaggedEngine:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}
-    options |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 30, "enable_sleep_mode": True, "dtype": "bfloat16"}
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+    }
+    options |= {
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enable_sleep_mode": True,
+        "dtype": "bfloat16",
+    }
     return VllmInProcess(LLM(_qwen2(nbytes), **options), send=lambda _: None)
 
 
 def _sglang(_: Rig, nbytes: int) -> TaggedEngine:
-    """SGLang, whose scheduler has the weights in a process of its own. No kernels that are compiled for minutes."""
+    """SGLang, whose scheduler has the weights in a process of its own. No kernels that are compiled
+    for minutes."""
     import sglang
 
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "disable_cuda_graph": True, "context_length": 1024}
-    options |= {"mem_fraction_static": 0.3, "max_total_tokens": 4096, "max_running_requests": 16, "dtype": "bfloat16"}
-    options |= {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "disable_cuda_graph": True,
+        "context_length": 1024,
+    }
+    options |= {
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": 4096,
+        "max_running_requests": 16,
+        "dtype": "bfloat16",
+    }
+    options |= {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+    }
     options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return SglangInProcess(sglang.Engine(model_path=_qwen2(nbytes), **options), send=lambda _: None)
 
@@ -132,7 +171,10 @@ _SYSTEMS: dict[str, Callable[[Rig, int], TaggedEngine]] = {
 
 
 def _kernel() -> dict[str, int]:
-    return {"process": sum(_resident(Path(f"/proc/{each}")) for each in _family(os.getpid())), "machine": -available_host_bytes()}
+    return {
+        "process": sum(_resident(Path(f"/proc/{each}")) for each in _family(os.getpid())),
+        "machine": -available_host_bytes(),
+    }
 
 
 def _family(process: int) -> Iterator[int]:
@@ -144,17 +186,23 @@ def _family(process: int) -> Iterator[int]:
 
 
 def _resident(process: Path) -> int:
-    status = dict(line.split(":", 1) for line in (process / "status").read_text(encoding="utf-8").splitlines())
+    status = dict(
+        line.split(":", 1) for line in (process / "status").read_text(encoding="utf-8").splitlines()
+    )
     return sum(int(status[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 def _measure(rig: Rig, results: Results, system: str) -> None:
     nbytes = rig.pick(8 << 20, 2 << 30, 8 << 30)
     engine = _SYSTEMS[system](rig, nbytes)
-    actor = nn.Linear(1024, nbytes // 4096, bias=False, device=rig.torch_device, dtype=torch.bfloat16)
+    actor = nn.Linear(
+        1024, nbytes // 4096, bias=False, device=rig.torch_device, dtype=torch.bfloat16
+    )
     rig.sync()
     before = _kernel()
-    manager = placement.Manager(device=rig.placement_device(), budget_bytes=None if rig.is_cuda else 1 << 29)
+    manager = placement.Manager(
+        device=rig.placement_device(), budget_bytes=None if rig.is_cuda else 1 << 29
+    )
     handle = manager.register("actor", actor, role="actor")
     manager.register("rollout", engine, role="rollout")
 
@@ -164,10 +212,22 @@ def _measure(rig: Rig, results: Results, system: str) -> None:
         told = sum(each.host_bytes for each in snapshot.handles)
         if is_last:
             results.add(_SCENARIO, system, f"{place}, snapshot", told, "bytes")
-            results.add(_SCENARIO, system, f"{place}, snapshot, the mirror", sum(each.mirror_bytes for each in snapshot.handles), "bytes")
+            results.add(
+                _SCENARIO,
+                system,
+                f"{place}, snapshot, the mirror",
+                sum(each.mirror_bytes for each in snapshot.handles),
+                "bytes",
+            )
             for name, value in now.items():
                 results.add(_SCENARIO, system, f"{place}, {name}", value - before[name], "bytes")
-                results.add(_SCENARIO, system, f"{place}, snapshot off by, {name}", 100 * abs(told / max(1, value - before[name]) - 1), "%")
+                results.add(
+                    _SCENARIO,
+                    system,
+                    f"{place}, snapshot off by, {name}",
+                    100 * abs(told / max(1, value - before[name]) - 1),
+                    "%",
+                )
 
     for step in range(_STEPS):
         with manager.phase("weight_sync") as phase:
@@ -192,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with results.system(_SCENARIO, system):
             _measure(rig, results, system)
 
-    _rig.run(f"engine_mirror_{system.replace('(', '_').rstrip(')')}", __doc__, measure, arguments, [own])
+    _rig.run(
+        f"engine_mirror_{system.replace('(', '_').rstrip(')')}", __doc__, measure, arguments, [own]
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Does a forecast come true? Five small jobs: the bytes and the seconds that `placement.forecast` tells, beside those that are measured.
+"""Does a forecast come true? Five small jobs: the bytes and the seconds that `placement.forecast`
+tells, beside those that are measured.
 
-`placement doctor` measures the machine first, and its file is all that a forecast knows of it. A measured stall is the time of a
-phase transition from an idle device to an idle device, so a load counts until its last byte has arrived; it is the median of all cycles
-but the first. In each phase the host does some work, as a trainer does, so that no transition finds all that it needs in the caches. On
-the simulated device the link has a rate of its own, and the figures show only that the arithmetic agrees.
+`placement doctor` measures the machine first, and its file is all that a forecast knows of it. A
+measured stall is the time of a phase transition from an idle device to an idle device, so a load
+counts until its last byte has arrived; it is the median of all cycles but the first. In each phase
+the host does some work, as a trainer does, so that no transition finds all that it needs in the
+caches. On the simulated device the link has a rate of its own, and the figures show only that the
+arithmetic agrees.
 """
 
 from __future__ import annotations
@@ -56,24 +59,31 @@ _JOBS = (
 
 def _model(rig: Rig, width: int) -> torch.nn.Module:
     with rig.torch_device:
-        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+        return torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8))
+        )
 
 
 def _device(rig: Rig) -> Device:
     if rig.is_cuda:
         return select_device(rig.device)
-    return SimulatedDevice(1 << 30, chunk_bytes=1 << 18, bandwidth_bytes_per_second=_SIMULATED_BYTES_PER_SECOND)
+    return SimulatedDevice(
+        1 << 30, chunk_bytes=1 << 18, bandwidth_bytes_per_second=_SIMULATED_BYTES_PER_SECOND
+    )
 
 
 def _link(device: Device, nbytes: int) -> Link:
-    """The link as a user's forecast knows it: from the file that `placement doctor --json` writes."""
+    """The link as a user's forecast knows it: from the file that `placement doctor --json`
+    writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "doctor.json")
         path.write_text(examine(device, nbytes).model_dump_json())
         return Link.of(path)
 
 
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool) -> None:
+def _train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
+) -> None:
     optimizer.zero_grad()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -82,8 +92,11 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gr
         optimizer.zero_grad()
 
 
-def _measured(rig: Rig, job: _Job, width: int, budget: int, device: Device) -> tuple[list[tuple[str, int, int, float]], int, int]:
-    """Run a job. Returns phase, device bytes, moved bytes and seconds of each transition of a cycle, the host bytes, and the peak."""
+def _measured(
+    rig: Rig, job: _Job, width: int, budget: int, device: Device
+) -> tuple[list[tuple[str, int, int, float]], int, int]:
+    """Run a job. Returns phase, device bytes, moved bytes and seconds of each transition of a
+    cycle, the host bytes, and the peak."""
     manager = placement.Manager(device=device, policy=job.policy, budget_bytes=budget)
     models = {name: _model(rig, width) for name in (*job.trained, *job.readonly)}
     optimizers = {name: torch.optim.AdamW(models[name].parameters()) for name in job.trained}
@@ -100,7 +113,9 @@ def _measured(rig: Rig, job: _Job, width: int, budget: int, device: Device) -> t
             before = _moved(manager)
 
             def go(phase: str = phase, index: int = index) -> None:
-                manager.leave() if phase == "idle" else manager.switch(phase) if index else manager.enter(phase)
+                manager.leave() if phase == "idle" else manager.switch(
+                    phase
+                ) if index else manager.enter(phase)
 
             seconds = rig.seconds(go)
             held = sum(handle.resident_bytes for handle in manager.handles.values())
@@ -124,12 +139,23 @@ def _compare(rig: Rig, results: Results, job: _Job, width: int) -> None:
     device = _device(rig)
     link = _link(device, rig.pick(4 << 20, 1 << 30, 1 << 30))
     one = 8 * width * width * 2
-    budget = rig.pick(1 << 29, 60 << 30, 60 << 30) if job.budget_in_models is None else int(one * job.budget_in_models)
+    budget = (
+        rig.pick(1 << 29, 60 << 30, 60 << 30)
+        if job.budget_in_models is None
+        else int(one * job.budget_in_models)
+    )
     with torch.device("meta"):
-        meta = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8)))
-    handles = {name: Model(meta, optimizer="adamw", gradients="kept" if job.keeps_gradients else "cleared") for name in job.trained}
+        meta = torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8))
+        )
+    handles = {
+        name: Model(meta, optimizer="adamw", gradients="kept" if job.keeps_gradients else "cleared")
+        for name in job.trained
+    }
     handles |= {name: Model(meta, readonly=True) for name in job.readonly}
-    told = placement.forecast(handles, policy=job.policy, cycle=job.cycle, budget_bytes=budget, device=device, link=link)
+    told = placement.forecast(
+        handles, policy=job.policy, cycle=job.cycle, budget_bytes=budget, device=device, link=link
+    )
     rows, host, peak = _measured(rig, job, width, budget, device)
     pairs = [
         ("peak", told.peak_bytes, peak, "B"),

@@ -1,14 +1,19 @@
-"""A step in the shape of GRPO, over and over: how long does the computation still stall when bytes move under it, and at which budget?
+"""A step in the shape of GRPO, over and over: how long does the computation still stall when bytes
+move under it, and at which budget?
 
-The models and the computation are those of `grpo_step`: a 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference.
-The budget is a part of the bytes of all handles together. "colocated" moves everything at the borders of phases. "cyclic" knows the cycle:
-it keeps what is needed soonest, lets what comes next arrive early, and saves what has left while the next phase computes. At 65 % the
-optimizer's step has hardly more than it needs (actor and state are 64 %); `streamed_adam` measures a step that needs less.
+The models and the computation are those of `grpo_step`: a 7B actor in bf16 with one of eight shards
+of its Adam state, and a 7B reference. The budget is a part of the bytes of all handles together.
+"colocated" moves everything at the borders of phases. "cyclic" knows the cycle: it keeps what is
+needed soonest, lets what comes next arrive early, and saves what has left while the next phase
+computes. At 65 % the optimizer's step has hardly more than it needs (actor and state are 64 %);
+`streamed_adam` measures a step that needs less.
 
-The steps follow one another without a pause, as in a run: the bytes of one step may still move under the work of the next. The stall is
-the mean time of a step less that of the computation alone, measured in the same way.
+The steps follow one another without a pause, as in a run: the bytes of one step may still move
+under the work of the next. The stall is the mean time of a step less that of the computation alone,
+measured in the same way.
 
-The lower bound is the time that the link needs for the bytes of "cyclic", less the time of the work: what no order of moves can hide.
+The lower bound is the time that the link needs for the bytes of "cyclic", less the time of the
+work: what no order of moves can hide.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ _SHARES = (100, 75, 65)
 _BUCKET_BYTES = 512 << 20
 _CYCLE = ("old_log_prob", "ref_log_prob", "train", "optimizer_step", "weight_sync")
 _PHASES = {"old_log_prob": ("actor",)}
-"""The log-probabilities of the actor alone. With `only` under "log_prob", the policy would not know that the reference is needed later."""
+"""The log-probabilities of the actor alone. With `only` under "log_prob", the policy would not know
+that the reference is needed later."""
 
 
 class Worker:
@@ -40,7 +46,9 @@ class Worker:
     def __init__(self, job: Job, policy: placement.Policy, budget_bytes: int) -> None:
         self.job = job
         device = job.rig.placement_device()
-        self.manager = placement.Manager(device=device, policy=policy, budget_bytes=budget_bytes, phases=_PHASES)
+        self.manager = placement.Manager(
+            device=device, policy=policy, budget_bytes=budget_bytes, phases=_PHASES
+        )
         self.actor = self.manager.register("actor", job.actor, role="actor")
         self.manager.register("ref", job.ref, role="ref", readonly=True)
         self.manager.register("actor.optimizer", job.adam)
@@ -83,17 +91,30 @@ def _policies() -> dict[str, placement.Policy]:
     }
 
 
-def _measure(rig: Rig, results: Results, products: Products, raw: link.Link, share: int, name: str, policy: placement.Policy) -> None:
+def _measure(
+    rig: Rig,
+    results: Results,
+    products: Products,
+    raw: link.Link,
+    share: int,
+    name: str,
+    policy: placement.Policy,
+) -> None:
     job = Job(rig, products)
     times = rig.pick(2, 3, 6)
     rig.seconds(job.alone)
     alone = rig.seconds(lambda: [job.alone() for _ in range(times)]) / times
     before = job.print()
-    held = nbytes_of(module_tensors(job.actor)) + nbytes_of(module_tensors(job.ref)) + nbytes_of(moments(job.adam))
+    held = (
+        nbytes_of(module_tensors(job.actor))
+        + nbytes_of(module_tensors(job.ref))
+        + nbytes_of(moments(job.adam))
+    )
     rig.empty_cache()
     add = partial(results.add, f"budget of {share} %", name)
     worker = Worker(job, policy, held * share // 100)
-    for _ in range(2 if times % 2 == 0 else 3):  # every step negates all values: an even number of steps restores them
+    # every step negates all values: an even number of steps restores them
+    for _ in range(2 if times % 2 == 0 else 3):
         worker.step()
     rig.empty_cache()
     rig.sync()
@@ -101,7 +122,9 @@ def _measure(rig: Rig, results: Results, products: Products, raw: link.Link, sha
     with rig.sampled_peak() as peak:
         step = rig.seconds(lambda: [worker.step() for _ in range(times)]) / times
     figures = worker.snapshot().since(started)
-    loaded, offloaded = (figures[f"placement/{what}_bytes"] / times for what in ("loaded", "offloaded"))
+    loaded, offloaded = (
+        figures[f"placement/{what}_bytes"] / times for what in ("loaded", "offloaded")
+    )
     add("computation alone", alone, "s")
     add("step", step, "s")
     add("stalled", step - alone, "s")
@@ -110,12 +133,17 @@ def _measure(rig: Rig, results: Results, products: Products, raw: link.Link, sha
     add("of them early", figures["placement/prefetch_used_bytes"] / times, "bytes")
     add("early in vain", figures["placement/prefetch_discarded_bytes"] / times, "bytes")
     add("bytes to the host", offloaded, "bytes")
-    add("lower bound of the stall", max(0.0, max(loaded / raw.to_device, offloaded / raw.to_host) / 1e9 - alone), "s")
+    add(
+        "lower bound of the stall",
+        max(0.0, max(loaded / raw.to_device, offloaded / raw.to_host) / 1e9 - alone),
+        "s",
+    )
     add("budget", held * share // 100, "bytes")
     add("peak of what is registered", worker.snapshot().peak_bytes, "bytes")
     if peak.samples:
         add("peak, seen by the driver", peak.rise_bytes, "bytes")
-    worker.begin("optimizer_step")  # brings all that is compared: a digest of 23 GB on the host takes 20 s
+    # brings all that is compared: a digest of 23 GB on the host takes 20 s
+    worker.begin("optimizer_step")
     add("bit-exact", job.print() == before, "yes=1")
     worker.close()
 

@@ -1,15 +1,18 @@
-"""A step in the shape of GRPO: how many bytes cross the link, how long does the computation stall, and how much memory is used at the peak?
+"""A step in the shape of GRPO: how many bytes cross the link, how long does the computation stall,
+and how much memory is used at the peak?
 
-The models are a 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference. Between steps a rollout engine, which
-is not part of the benchmark, has the GPU, so the trainer is off it. The computation is matrix products, the same for every system.
-The stall is the time that a step takes beyond the computation alone.
+The models are a 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference.
+Between steps a rollout engine, which is not part of the benchmark, has the GPU, so the trainer is
+off it. The computation is matrix products, the same for every system. The stall is the time that a
+step takes beyond the computation alone.
 
-placement runs it in three ways. "placement": `log_prob` for actor and reference together; the actor is loaded once and stays for the
-training. "ref_log_prob last": the actor, then the reference alone, as verl does; the actor is loaded again for the training.
-"ref_log_prob first": the reference alone, then the actor, which stays; neither model's values depend on the other's.
+placement runs it in three ways. "placement": `log_prob` for actor and reference together; the actor
+is loaded once and stays for the training. "ref_log_prob last": the actor, then the reference alone,
+as verl does; the actor is loaded again for the training. "ref_log_prob first": the reference alone,
+then the actor, which stays; neither model's values depend on the other's.
 
-verl: the helpers of its FSDP engine, called as the engine calls them. Each phase loads what it needs and offloads it afterwards, and
-the weights for the engine are brought tensor by tensor.
+verl: the helpers of its FSDP engine, called as the engine calls them. Each phase loads what it
+needs and offloads it afterwards, and the weights for the engine are brought tensor by tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +29,16 @@ import torch
 import placement
 from bench import _peers, _rig
 from bench._compute import Products
-from bench._models import Consumer, adam_over, change, decoder, digest, module_tensors, moments, nbytes_of
+from bench._models import (
+    Consumer,
+    adam_over,
+    change,
+    decoder,
+    digest,
+    module_tensors,
+    moments,
+    nbytes_of,
+)
 from bench._results import Results
 from bench._rig import Rig
 
@@ -45,10 +57,15 @@ class Job:
         self.actor, self.ref = decoder(rig), decoder(rig)
         self.adam = adam_over(rig, self.actor, shards=8)
         largest = max(parameter.nbytes for parameter in self.actor.parameters())
-        self._bucket = torch.empty(max(largest, _BUCKET_BYTES if rig.is_cuda else 0), dtype=torch.uint8, device=rig.torch_device)
+        self._bucket = torch.empty(
+            max(largest, _BUCKET_BYTES if rig.is_cuda else 0),
+            dtype=torch.uint8,
+            device=rig.torch_device,
+        )
 
     def compute(self, module: torch.nn.Module, times: int = 1) -> None:
-        """A forward (or `times` as much work) that reads the module. Returns while the work runs."""
+        """A forward (or `times` as much work) that reads the module. Returns while the work
+        runs."""
         self._consumer.read(module_tensors(module)[-1])
         self._products.enqueue(times * self._count)
 
@@ -61,7 +78,9 @@ class Job:
         offset = 0
         for tensor in tensors:
             offset = 0 if offset + tensor.nbytes > self._bucket.numel() else offset
-            self._bucket[offset : offset + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+            self._bucket[offset : offset + tensor.nbytes].copy_(
+                tensor.detach().reshape(-1).view(torch.uint8)
+            )
             offset += tensor.nbytes
 
     def alone(self) -> None:
@@ -77,13 +96,16 @@ class Job:
 
 
 class _Placement:
-    """One open phase a step that switches. Each phase's models load during the computation of the phase before."""
+    """One open phase a step that switches. Each phase's models load during the computation of the
+    phase before."""
 
     name = "placement"
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.manager = placement.Manager(device=job.rig.placement_device(), policy=placement.policies.Colocated("optimizer_step"))
+        self.manager = placement.Manager(
+            device=job.rig.placement_device(), policy=placement.policies.Colocated("optimizer_step")
+        )
         self.actor = self.manager.register("actor", job.actor, role="actor")
         self.manager.register("ref", job.ref, role="ref", readonly=True)
         self.manager.register("actor.optimizer", job.adam)
@@ -111,7 +133,9 @@ class _Placement:
 
     def crossed(self) -> tuple[int, int]:
         counters = [handle.counters for handle in self.manager.handles.values()]
-        return sum(each.loaded_bytes for each in counters), sum(each.offloaded_bytes for each in counters)
+        return sum(each.loaded_bytes for each in counters), sum(
+            each.offloaded_bytes for each in counters
+        )
 
     def peak_bytes(self) -> int:
         """The most bytes that the handles had on the device together."""
@@ -129,7 +153,8 @@ class _Placement:
 
 
 class _ReferenceLast(_Placement):
-    """The actor, the reference, and the actor again, so that the two models are never on the device together."""
+    """The actor, the reference, and the actor again, so that the two models are never on the device
+    together."""
 
     name = "placement, ref_log_prob last"
 
@@ -144,7 +169,8 @@ class _ReferenceLast(_Placement):
 
 
 class _ReferenceFirst(_Placement):
-    """The reference, then the actor, which stays. They are never on the device together, and each is loaded once."""
+    """The reference, then the actor, which stays. They are never on the device together, and each
+    is loaded once."""
 
     name = "placement, ref_log_prob first"
 
@@ -159,7 +185,8 @@ class _ReferenceFirst(_Placement):
 
 
 class _Verl:
-    """Each phase loads and offloads for itself, like `train_mode` and `eval_mode` of verl's engine."""
+    """Each phase loads and offloads for itself, like `train_mode` and `eval_mode` of verl's
+    engine."""
 
     name = "verl"
 
@@ -218,10 +245,13 @@ class _Verl:
         del self.job
 
 
-def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], Any]) -> dict[str, float]:
+def _run(
+    rig: Rig, results: Results, products: Products, make: Callable[[Job], Any]
+) -> dict[str, float]:
     """Measure one system. Returns bytes and stalled seconds of a step."""
     job = Job(rig, products)
-    times = rig.pick(2, 2, 4)  # with the two steps before them an even number, which restores the values
+    # with the two steps before them an even number, which restores the values
+    times = rig.pick(2, 2, 4)
     rig.seconds(job.alone)
     alone = statistics.median(rig.seconds(job.alone) for _ in range(times))
     before = job.print()
@@ -238,7 +268,9 @@ def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], A
     with rig.sampled_peak() as peak:
         for _ in range(times):
             steps.append(rig.seconds(system.step))
-    to_device, to_host = ((now - then) / times for now, then in zip(system.crossed(), crossed, strict=True))
+    to_device, to_host = (
+        (now - then) / times for now, then in zip(system.crossed(), crossed, strict=True)
+    )
     handles_peak = system.peak_bytes()
     system.load_all()
     exact = job.print() == before
@@ -263,14 +295,20 @@ def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], A
 def measure(rig: Rig, results: Results) -> None:
     products = Products(rig)
     measured: dict[str, dict[str, float]] = {}
-    for make in (each for each in (_Placement, _ReferenceLast, _ReferenceFirst, _Verl) if rig.wants(each.name)):
+    for make in (
+        each
+        for each in (_Placement, _ReferenceLast, _ReferenceFirst, _Verl)
+        if rig.wants(each.name)
+    ):
         with results.system(_SCENARIO, make.name):
             measured[make.name] = _run(rig, results, products, make)
         rig.clean()
     peer = measured.pop(_Verl.name, {})
     for name, ours in measured.items():
         for what in peer:
-            results.add(_SCENARIO, name, f"{what}, share of verl's", 100 * ours[what] / peer[what], "%")
+            results.add(
+                _SCENARIO, name, f"{what}, share of verl's", 100 * ours[what] / peer[what], "%"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""How fast is fresh, untouched host memory reserved as page-locked memory: by placement's slab, by torch's pinned allocation?"""
+"""How fast is fresh, untouched host memory reserved as page-locked memory: by placement's slab, by
+torch's pinned allocation?"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def _torch(rig: Rig, results: Results, nbytes: int) -> Any:
 
 
 def measure(rig: Rig, results: Results) -> None:
-    """Hold everything until the end, because freed memory would be warm for the next system. Each system goes first once."""
+    """Hold everything until the end, because freed memory would be warm for the next system. Each
+    system goes first once."""
     nbytes = rig.pick(1 << 20, 8 << 30, 16 << 30)
     chosen = rig.placement_device()
     device = select_device(chosen) if isinstance(chosen, str) else chosen
@@ -56,7 +58,10 @@ def measure(rig: Rig, results: Results) -> None:
     for system, reserve in rounds if rig.size == "quick" else [*rounds, *reversed(rounds)]:
         with results.system(_SCENARIO, system):
             held.append(reserve())
-    rates = {system: [row.value for row in results.rows if row.system == system and row.metric == "rate"] for system in first}
+    rates = {
+        system: [row.value for row in results.rows if row.system == system and row.metric == "rate"]
+        for system in first
+    }
     if all(rates.values()):
         ratio = sum(rates["placement"]) / sum(rates["torch pinned"])
         results.add(_SCENARIO, "placement", "rate, times torch's", ratio, "x")

@@ -1,4 +1,5 @@
-"""How fast is the link itself: page-locked copies each way and both ways at once, in pieces of 64 MiB and of 1 GiB?"""
+"""How fast is the link itself: page-locked copies each way and both ways at once, in pieces of 64
+MiB and of 1 GiB?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """Raw rates in GB/s (1e9 bytes). The better of both piece sizes counts, so that no share of the link is flattered."""
+    """Raw rates in GB/s (1e9 bytes). The better of both piece sizes counts, so that no share of the
+    link is flattered."""
 
     to_device: float
     to_host: float
@@ -31,8 +33,12 @@ class _Pieces:
     def __init__(self, rig: Rig, buffer_bytes: int) -> None:
         self.rig = rig
         self.host = [rig.pin(buffer_bytes) for _ in range(2)]
-        self.device = [torch.empty(buffer_bytes, dtype=torch.uint8, device=rig.torch_device) for _ in range(2)]
-        self.streams = [torch.cuda.Stream(rig.torch_device) for _ in range(2)] if rig.is_cuda else []
+        self.device = [
+            torch.empty(buffer_bytes, dtype=torch.uint8, device=rig.torch_device) for _ in range(2)
+        ]
+        self.streams = (
+            [torch.cuda.Stream(rig.torch_device) for _ in range(2)] if rig.is_cuda else []
+        )
 
     def enqueue(self, direction: int, piece_bytes: int) -> None:
         """Copy one buffer. Direction 0 is to the device, 1 is to the host."""
@@ -46,7 +52,9 @@ class _Pieces:
             else:
                 target.copy_(source)
 
-    def rate(self, directions: Sequence[int], piece_bytes: int, repeats: int, times: int = 5) -> float:
+    def rate(
+        self, directions: Sequence[int], piece_bytes: int, repeats: int, times: int = 5
+    ) -> float:
         """The median rate of all directions together, in GB/s."""
 
         def work() -> None:
@@ -64,11 +72,21 @@ def measure(rig: Rig, results: Results) -> Link:
     buffer_bytes = rig.pick(_MIB, 1 << 30, 1 << 30)
     pieces = _Pieces(rig, buffer_bytes)
     best: list[float] = []
-    for name, directions in (("host to device", (0,)), ("device to host", (1,)), ("both at once", (0, 1))):
+    for name, directions in (
+        ("host to device", (0,)),
+        ("device to host", (1,)),
+        ("both at once", (0, 1)),
+    ):
         rates = []
         for piece_bytes in (min(64 * _MIB, buffer_bytes), buffer_bytes):
             rates.append(pieces.rate(directions, piece_bytes, repeats=2))
-            results.add(f"link, pieces of {piece_bytes // _MIB} MiB", "link", f"{name}, rate", rates[-1], "GB/s")
+            results.add(
+                f"link, pieces of {piece_bytes // _MIB} MiB",
+                "link",
+                f"{name}, rate",
+                rates[-1],
+                "GB/s",
+            )
         best.append(max(rates))
     del pieces
     rig.clean()

@@ -1,7 +1,9 @@
-"""What does it cost to look for NaN at an offload (`nan_check`)? The same bytes leave with the look and without it, by turns.
+"""What does it cost to look for NaN at an offload (`nan_check`)? The same bytes leave with the look
+and without it, by turns.
 
-Every round times one offload of each, in alternating order. A ratio is that of one round's two offloads, so that what slows both (the
-link, the host) falls out. The offload of an unchanged model copies nothing, so the look has its largest share there.
+Every round times one offload of each, in alternating order. A ratio is that of one round's two
+offloads, so that what slows both (the link, the host) falls out. The offload of an unchanged model
+copies nothing, so the look has its largest share there.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _sizes(rig: Rig, num_tensors: int) -> list[int]:
     return [total // num_tensors] * num_tensors
 
 
-def _compare(rig: Rig, results: Results, scenario: str, models: dict[str, _Model], *, changed: bool) -> None:
+def _compare(
+    rig: Rig, results: Results, scenario: str, models: dict[str, _Model], *, changed: bool
+) -> None:
     what = "offload" if changed else "offload, unchanged"
     seconds: dict[str, list[float]] = {system: [] for system in models}
     for index in range(rig.pick(2, 7, 15) + 1):
@@ -53,9 +57,22 @@ def _compare(rig: Rig, results: Results, scenario: str, models: dict[str, _Model
                 seconds[system].append(taken)
     for system, taken_by in seconds.items():
         results.add(scenario, system, what, statistics.median(taken_by), "s")
-    ratios = sorted(with_it / without for with_it, without in zip(*(seconds[system] for system in _SYSTEMS), strict=True))
-    for metric, value in (("median", statistics.median(ratios)), ("least", ratios[0]), ("most", ratios[-1])):
-        results.add(scenario, "placement", f"{what}, with the look over without it, {metric}", value, "ratio")
+    ratios = sorted(
+        with_it / without
+        for with_it, without in zip(*(seconds[system] for system in _SYSTEMS), strict=True)
+    )
+    for metric, value in (
+        ("median", statistics.median(ratios)),
+        ("least", ratios[0]),
+        ("most", ratios[-1]),
+    ):
+        results.add(
+            scenario,
+            "placement",
+            f"{what}, with the look over without it, {metric}",
+            value,
+            "ratio",
+        )
 
 
 def measure(rig: Rig, results: Results) -> None:
@@ -63,12 +80,16 @@ def measure(rig: Rig, results: Results) -> None:
         scenario = f"{num_tensors:,} tensors"
         with results.system(scenario, "placement"):
             sizes = _sizes(rig, num_tensors)
-            models = {system: _Model(rig, sizes, nan_check=is_on) for system, is_on in _SYSTEMS.items()}
+            models = {
+                system: _Model(rig, sizes, nan_check=is_on) for system, is_on in _SYSTEMS.items()
+            }
             for changed in (True, False):
                 _compare(rig, results, scenario, models, changed=changed)
             for system, each in models.items():
                 with each.manager.phase("values"):
-                    whole = all(bool(torch.isfinite(tensor).all()) for tensor in each.weights.parameters())
+                    whole = all(
+                        bool(torch.isfinite(tensor).all()) for tensor in each.weights.parameters()
+                    )
                 results.add(scenario, system, "numbers stay numbers", whole, "bool")
             for each in models.values():
                 each.weights = None  # type: ignore[assignment]  # dead objects need no ordinary memory at close()

@@ -1,4 +1,5 @@
-"""What does being watched cost: a snapshot, a scrape, a trace, and the phases of a worker that is scraped all the time?"""
+"""What does being watched cost: a snapshot, a scrape, a trace, and the phases of a worker that is
+scraped all the time?"""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def _long_journal(length: int) -> Journal:
             (Trigger.OFFLOAD, State.GPU_RESIDENT, State.CPU_OFFLOADED),
         )[index % 2]
         at = index * 0.01
-        journal.record(counters, Record(at, at, "actor", "module", trigger, source, target, "train", 1 << 30, 0, 0.005))
+        journal.record(
+            counters,
+            Record(at, at, "actor", "module", trigger, source, target, "train", 1 << 30, 0, 0.005),
+        )
     return journal
 
 
@@ -65,7 +69,11 @@ def measure(rig: Rig, results: Results) -> None:
     modules = [torch.nn.Linear(16, 16) for _ in range(6)]
     for index, module in enumerate(modules):
         manager.register(f"handle{index}", module, role="actor")
-    with results.system(SCENARIO, "placement"), manager.phase("log_prob"), manager.serve() as server:
+    with (
+        results.system(SCENARIO, "placement"),
+        manager.phase("log_prob"),
+        manager.serve() as server,
+    ):
         url = f"{server.url}/metrics"
 
         def scrape() -> bytes:
@@ -74,11 +82,22 @@ def measure(rig: Rig, results: Results) -> None:
                 return page
 
         repetitions = 3 if tiny else 500
-        results.add(SCENARIO, "placement", "snapshot", _microseconds(manager.snapshot, repetitions), "us")
-        results.add(SCENARIO, "placement", "scrape, request and answer included", _microseconds(scrape, repetitions), "us")
+        results.add(
+            SCENARIO, "placement", "snapshot", _microseconds(manager.snapshot, repetitions), "us"
+        )
+        results.add(
+            SCENARIO,
+            "placement",
+            "scrape, request and answer included",
+            _microseconds(scrape, repetitions),
+            "us",
+        )
         results.add(SCENARIO, "placement", "page", len(scrape()), "B")
         seconds = 0.1 if tiny else 10.0
-        for what, watched in (("unwatched", False), (f"scraped {SCRAPES_A_SECOND} times a second", True)):
+        for what, watched in (
+            ("unwatched", False),
+            ((f"scraped {SCRAPES_A_SECOND} times a second"), True),
+        ):
             ended = threading.Event()
 
             def keep_scraping(ended: threading.Event = ended) -> None:
@@ -105,7 +124,13 @@ def measure(rig: Rig, results: Results) -> None:
         tracemalloc.start()
         for _ in encoded_trace(journal):
             pass
-        results.add(scenario, "placement", "trace, most memory while writing", tracemalloc.get_traced_memory()[1], "B")
+        results.add(
+            scenario,
+            "placement",
+            "trace, most memory while writing",
+            tracemalloc.get_traced_memory()[1],
+            "B",
+        )
         tracemalloc.stop()
 
 

@@ -1,9 +1,12 @@
-"""How long does it take to publish a model of 15.2 GB (Qwen2.5-7B in bf16) that is offloaded: loaded first, or streamed from the host copy?
+"""How long does it take to publish a model of 15.2 GB (Qwen2.5-7B in bf16) that is offloaded:
+loaded first, or streamed from the host copy?
 
-An engine stands in that copies every bucket into memory of its own. Times are from the phase's beginning until the device has the engine's
-copy. "load" is what the link allows: the same model is brought to the device and nothing else. By turns in one run.
+An engine stands in that copies every bucket into memory of its own. Times are from the phase's
+beginning until the device has the engine's copy. "load" is what the link allows: the same model is
+brought to the device and nothing else. By turns in one run.
 
-With two GPUs (`torchrun --nproc-per-node 2 -m bench.publish`) the model is sharded by FSDP2, and both ranks gather every weight.
+With two GPUs (`torchrun --nproc-per-node 2 -m bench.publish`) the model is sharded by FSDP2, and
+both ranks gather every weight.
 """
 
 from __future__ import annotations
@@ -39,12 +42,18 @@ class _Actor:
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(self.model)
-        self.manager = placement.Manager(device=rig.placement_device(), policy=Colocated(stream_sync=streams))
+        self.manager = placement.Manager(
+            device=rig.placement_device(), policy=Colocated(stream_sync=streams)
+        )
         self.handle = self.manager.register("actor", self.model, role="actor")
         rig.empty_cache()
         self.bucket_bytes = rig.pick(1 << 12, _BUCKET_BYTES, _BUCKET_BYTES)
-        largest = max(math.prod(info.shape) * info.dtype.itemsize for info in self.handle.weights_info())
-        self.engine = torch.empty(max(self.bucket_bytes, largest), dtype=torch.uint8, device=rig.torch_device)
+        largest = max(
+            math.prod(info.shape) * info.dtype.itemsize for info in self.handle.weights_info()
+        )
+        self.engine = torch.empty(
+            max(self.bucket_bytes, largest), dtype=torch.uint8, device=rig.torch_device
+        )
 
     def load_seconds(self) -> float:
         """Bring the model to the device, and nothing else."""
@@ -54,7 +63,8 @@ class _Actor:
             return time.perf_counter() - began
 
     def publish_seconds(self) -> tuple[float, float, int]:
-        """Seconds to the engine's copy of the first bucket, seconds to that of the last one, and torch's peak bytes beside the engine."""
+        """Seconds to the engine's copy of the first bucket, seconds to that of the last one, and
+        torch's peak bytes beside the engine."""
         began = self._begin()
         if self.rig.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.rig.torch_device)
@@ -71,7 +81,8 @@ class _Actor:
     def _begin(self) -> float:
         self.rig.sync()
         if self.rig.is_cuda:
-            time.sleep(0.2)  # the driver clears what was freed before, which halves the link's rate meanwhile
+            # the driver clears what was freed before, which halves the link's rate meanwhile
+            time.sleep(0.2)
         if dist.is_initialized():
             dist.barrier()
         return time.perf_counter()
@@ -98,7 +109,10 @@ class _Actor:
 def measure(rig: Rig, results: Results) -> None:
     shards = dist.get_world_size() if dist.is_initialized() else 1
     scenario = "publish, bf16" if shards == 1 else f"publish, bf16, FSDP2 on {shards} GPUs"
-    systems = [_Actor(rig, "placement", streams=False), _Actor(rig, "placement, stream_sync", streams=True)]
+    systems = [
+        _Actor(rig, "placement", streams=False),
+        _Actor(rig, "placement, stream_sync", streams=True),
+    ]
     loads: list[float] = []
     taken: dict[str, list[tuple[float, float, int]]] = {each.name: [] for each in systems}
     for turn in range(rig.pick(2, 4, 6)):
@@ -116,7 +130,13 @@ def measure(rig: Rig, results: Results) -> None:
         results.add(scenario, name, "all published", whole, "s")
         results.add(scenario, name, "first bucket, share of the load", 100 * first / load, "%")
         results.add(scenario, name, "all published, over the load", whole / load, "ratio")
-        results.add(scenario, name, "torch's memory beside the engine's", max(each[2] for each in seconds), "bytes")
+        results.add(
+            scenario,
+            name,
+            "torch's memory beside the engine's",
+            max(each[2] for each in seconds),
+            "bytes",
+        )
     for each in systems:
         each.manager.close()
 

@@ -1,6 +1,8 @@
-"""Make the tables and the chart of docs/performance.md, and the README's headline, from the result files: `python -m bench.report`.
+"""Make the tables and the chart of docs/performance.md, and the README's headline, from the result
+files: `python -m bench.report`.
 
-Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib (the extra `bench`) draws the chart.
+Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib
+(the extra `bench`) draws the chart.
 """
 
 from __future__ import annotations
@@ -41,8 +43,18 @@ TABLE: tuple[_Line, ...] = (
     _Line("adam", "offload, rate", "offload", True),
     _Line("adam", "load, rate", "load", True),
     _Line("streamed_adam", "step", "step", False),
-    _Line("streamed_adam", "step, share of the link both ways", "step, of what the link takes both ways at once", True),
-    _Line("streamed_adam", "step, rise of device memory, seen by the driver", "rise of device memory in a step", False),
+    _Line(
+        "streamed_adam",
+        "step, share of the link both ways",
+        "step, of what the link takes both ways at once",
+        True,
+    ),
+    _Line(
+        "streamed_adam",
+        "step, rise of device memory, seen by the driver",
+        "rise of device memory in a step",
+        False,
+    ),
     _Line("small_tensors", "offload, rate", "offload", True),
     _Line("small_tensors", "load, rate", "load", True),
     _Line("swap", "both ways, rate", "rate both ways", True),
@@ -50,26 +62,44 @@ TABLE: tuple[_Line, ...] = (
     _Line("unchanged", "offload, bytes copied", "offload, bytes copied", False),
     _Line("unchanged", "offload", "offload", False),
     _Line("blocking", "host blocked, nothing queued", "host blocked", False),
-    _Line("blocking", "host blocked, 320 ms queued", "host blocked behind 320 ms of queued work", False),
+    _Line(
+        "blocking",
+        "host blocked, 320 ms queued",
+        "host blocked behind 320 ms of queued work",
+        False,
+    ),
     _Line("blocking", "products slowed by", "matrix products beside it slowed by", False),
     _Line("host_reserve", "rate", "rate", True),
     _Line("grpo_step", "bytes both ways", "bytes over the link", False),
     _Line("grpo_step", "stalled", "work stands still", False),
     _Line("grpo_step", "peak, seen by the driver", "peak above the computation's", False),
     _Line("phase_overhead", "call", "a call", False),
-    _Line("cycles", "free device bytes, largest less smallest", "free device bytes, largest less smallest", False),
+    _Line(
+        "cycles",
+        "free device bytes, largest less smallest",
+        "free device bytes, largest less smallest",
+        False,
+    ),
 )
 
 REPLICATED = (_Line("replicated", "load, rate of each rank", "load, rate of each rank", True),)
 """Measured on another machine than the rest, because it needs several GPUs."""
 
 BY_TURNS = (
-    *(line for line in TABLE if line.metric not in ("rate", "step, share of the link both ways")),  # older steps copy before they begin
+    # older steps copy before they begin
+    *(line for line in TABLE if line.metric not in ("rate", "step, share of the link both ways")),
     _Line("host_reserve", "rate", "rate, of memory that was used before", True),
     _Line("streamed_adam", "first step", "first step, host memory reserved", False),
     _Line("cycles", "one cycle", "one cycle", False),
-    _Line("phase_overhead", "switch out of a training, nothing moves", "switch out of a training, nothing moves", False),
-    _Line("phase_overhead", "enter and leave, nothing moves", "enter and leave, nothing moves", False),
+    _Line(
+        "phase_overhead",
+        "switch out of a training, nothing moves",
+        "switch out of a training, nothing moves",
+        False,
+    ),
+    _Line(
+        "phase_overhead", "enter and leave, nothing moves", "enter and leave, nothing moves", False
+    ),
     _Line("phase_overhead", "switch, nothing moves", "switch, nothing moves", False),
 )
 """The lines that are compared with an older version, where `bench.turns` has measured them."""
@@ -106,11 +136,16 @@ def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | Non
             found.setdefault(row["system"], []).append(row["value"])
     if _OURS not in found:
         return None
-    unit = next(row["unit"] for row in rows if row["scenario"] == scenario and row["metric"] == line.metric)
+    unit = next(
+        row["unit"] for row in rows if row["scenario"] == scenario and row["metric"] == line.metric
+    )
     means = {system: sum(values) / len(values) for system, values in found.items()}
     own = shown(means.pop(_OURS), unit) + _share(rows, scenario, line.metric)
     variants = {system: means.pop(system) for system in list(means) if system.startswith(_VARIANT)}
-    own += "".join(f"; {system.removeprefix(_VARIANT)}: {shown(value, unit)}" for system, value in variants.items())
+    own += "".join(
+        f"; {system.removeprefix(_VARIANT)}: {shown(value, unit)}"
+        for system, value in variants.items()
+    )
     peers = sorted(means.items(), key=lambda item: item[1], reverse=line.more_is_better)
     texts = [f"{shown(value, unit)} ({system})" for system, value in peers]
     return own, texts[0] if texts else "", ", ".join(texts[1:])
@@ -119,21 +154,35 @@ def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | Non
 def _share(rows: Rows, scenario: str, metric: str) -> str:
     wanted = metric.replace(", rate", ", share of the link")
     shares = [
-        row["value"] for row in rows if wanted != metric and (row["scenario"], row["system"], row["metric"]) == (scenario, _OURS, wanted)
+        row["value"]
+        for row in rows
+        if wanted != metric
+        and (row["scenario"], row["system"], row["metric"]) == (scenario, _OURS, wanted)
     ]
     return f", {shares[0]:.1f} % of the link" if shares else ""
 
 
 def _machines(results: Results, lines: Iterable[_Line]) -> str:
-    """The machine of these lines, and what was measured on it; one after the other if there are several."""
+    """The machine of these lines, and what was measured on it; one after the other if there are
+    several."""
     found: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(line.benchmark for line in lines):
         if (content := results.get(name)) is not None:
             machine = content["machine"]
-            version = f", placement at {content['turns']['commits']['after']}" if "turns" in content else ""
-            text = f"{machine.get('gpu', machine['device'])}, torch {machine['torch']}, Python {machine['python']}{version}"
+            version = (
+                (f", placement at {content['turns']['commits']['after']}")
+                if "turns" in content
+                else ""
+            )
+            text = (
+                f"{machine.get('gpu', machine['device'])}, torch {machine['torch']}, Python "
+                f"{machine['python']}{version}"
+            )
             found.setdefault(text, {}).update(machine.get("peers", {}))
-    return " ".join("; ".join([text, *([", ".join(map(" ".join, peers.items()))] if peers else [])]) + "." for text, peers in found.items())
+    return " ".join(
+        "; ".join([text, *([", ".join(map(" ".join, peers.items()))] if peers else [])]) + "."
+        for text, peers in found.items()
+    )
 
 
 def _named(scenario: str, name: str, content: Mapping[str, Any]) -> str:
@@ -149,7 +198,9 @@ def _failures(results: Results, lines: Iterable[_Line]) -> list[str]:
             if error["message"].startswith("ModuleNotFoundError"):
                 absent.add(error["system"])
             else:
-                failed.append(f"* {name}, {error['scenario']}, {error['system']}: {error['message']}")
+                failed.append(
+                    f"* {name}, {error['scenario']}, {error['system']}: {error['message']}"
+                )
     said = ["", f"Not on this machine: {', '.join(sorted(absent))}."] if absent else []
     return said + (["", "Without numbers:", "", *failed] if failed else [])
 
@@ -158,7 +209,12 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
     """The table in Markdown, with the machine above it and the failed peers below it."""
     if not results:
         raise ValueError("there are no result files; run python -m bench.run first")
-    written = [_machines(results, lines), "", "| what | placement | best peer | others |", "|---|---|---|---|"]
+    written = [
+        _machines(results, lines),
+        "",
+        ("| what | placement | best peer | others |"),
+        "|---|---|---|---|",
+    ]
     for line in lines:
         content = results.get(line.benchmark, {})
         rows: Rows = content.get("rows", [])
@@ -166,32 +222,57 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
             cells = _cells(rows, scenario, line)
             if cells is not None:
                 what = _named(scenario, line.benchmark, content)
-                written.append(f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |")
+                written.append(
+                    f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |"
+                )
     return "\n".join(written + _failures(results, lines))
 
 
 def by_turns(results: Results) -> str:
-    """The table of an older version and this one, as `bench.turns` has measured them, and what is worse now."""
+    """The table of an older version and this one, as `bench.turns` has measured them, and what is
+    worse now."""
     compared = {name: content for name, content in results.items() if "turns" in content}
     if not compared:
         return "Nothing was measured by turns."
     commits = [content["turns"]["commits"] for content in compared.values()]
-    old, new = (", ".join(sorted({each[version] for each in commits})) for version in ("before", "after"))
-    written = [_machines(compared, BY_TURNS), "", f"| what | before ({old}) | after ({new}) |", "|---|---|---|"]
+    old, new = (
+        ", ".join(sorted({each[version] for each in commits})) for version in ("before", "after")
+    )
+    written = [
+        _machines(compared, BY_TURNS),
+        "",
+        (f"| what | before ({old}) | after ({new}) |"),
+        "|---|---|---|",
+    ]
     worse = []
     for line in BY_TURNS:
         content = compared.get(line.benchmark, {"turns": {"rows": []}})
         for row in content["turns"]["rows"]:
             if row["metric"] == line.metric and row["before"] and row["after"]:
                 what = f"{_named(row['scenario'], line.benchmark, content)}: {line.text}"
-                cells = (", ".join(shown(value, row["unit"]) for value in row[version]) for version in ("before", "after"))
+                cells = (
+                    ", ".join(shown(value, row["unit"]) for value in row[version])
+                    for version in ("before", "after")
+                )
                 written.append(f"| {what} | {' | '.join(cells)} |")
                 if _is_worse(row["before"], row["after"], more_is_better=line.more_is_better):
                     worse.append(what)
     listed = "; ".join(worse) if worse else "nothing"
-    problems = [f"* {name}, {problem}" for name, content in compared.items() for problem in content["turns"]["problems"]]
-    written += ["", f"Worse after than before, by more than the runs of one version differ and by more than 1 %: {listed}."]
-    return "\n".join([*written, *(["", "Runs that did not end well:", "", *problems] if problems else [])])
+    problems = [
+        f"* {name}, {problem}"
+        for name, content in compared.items()
+        for problem in content["turns"]["problems"]
+    ]
+    written += [
+        "",
+        (
+            "Worse after than before, by more than the runs of one version differ and by more than "
+            f"1 %: {listed}."
+        ),
+    ]
+    return "\n".join(
+        [*written, *(["", ("Runs that did not end well:"), "", *problems] if problems else [])]
+    )
 
 
 def _is_worse(before: Sequence[float], after: Sequence[float], *, more_is_better: bool) -> bool:
@@ -204,7 +285,9 @@ def headline(results: Results) -> str:
     """The rows that the README shows: placement as it is used by default, and the best peer."""
     texts = {(line.benchmark, line.metric): line for line in TABLE}
     contents = [results[benchmark] for benchmark, _, _ in HEADLINE if benchmark in results]
-    machines = dict.fromkeys(content["machine"].get("gpu", content["machine"]["device"]) for content in contents)
+    machines = dict.fromkeys(
+        content["machine"].get("gpu", content["machine"]["device"]) for content in contents
+    )
     written = [f"| what, on one {' or '.join(machines)} | placement | best peer |", "|---|---|---|"]
     for benchmark, metric, scenario in HEADLINE:
         line, content = texts[benchmark, metric], results.get(benchmark, {})
@@ -245,14 +328,17 @@ def put_into(page: Path, name: str, text: str) -> None:
     """Replace the text between the marks of this name. Raises ValueError: the marks are missing."""
     begin, end = marks(name)
     old = f"{begin}{shown_in(page, name)}{end}"
-    page.write_text(page.read_text(encoding="utf-8").replace(old, f"{begin}\n{text}\n{end}"), encoding="utf-8")
+    page.write_text(
+        page.read_text(encoding="utf-8").replace(old, f"{begin}\n{text}\n{end}"), encoding="utf-8"
+    )
 
 
 _BARS = (("weights", None), ("adam", None), ("small_tensors", "4 KiB"), ("small_tensors", "64 KiB"))
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw bars of the rates each way, a panel for each scenario, with the link's rate of the same run as a line."""
+    """Draw bars of the rates each way, a panel for each scenario, with the link's rate of the same
+    run as a line."""
     from matplotlib.figure import Figure
 
     panels = [(name, part, results[name]["rows"]) for name, part in _BARS if name in results]
@@ -260,27 +346,46 @@ def draw(results: Results, path: Path) -> None:
     axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
     for axis, (_, part, rows) in zip(axes, panels, strict=False):
         _panel(axis, rows, part)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _panel(axis: Any, rows: Rows, part: str | None) -> None:
     scenario = next(
-        row["scenario"] for row in rows if row["metric"] == "offload, rate" and (part is None or f"of {part}" in row["scenario"])
+        row["scenario"]
+        for row in rows
+        if row["metric"] == "offload, rate" and (part is None or f"of {part}" in row["scenario"])
     )
     rates: dict[str, dict[str, float]] = {"offload, rate": {}, "load, rate": {}}
     for row in rows:
         if row["scenario"] == scenario and row["metric"] in rates:
             rates[row["metric"]][row["system"]] = row["value"]
-    systems = sorted(rates["load, rate"], key=lambda system: (system == _OURS, rates["load, rate"][system]))
-    for offset, (metric, colour) in zip((0.2, -0.2), (("offload, rate", "#4477aa"), ("load, rate", "#66ccee")), strict=True):
+    systems = sorted(
+        rates["load, rate"], key=lambda system: (system == _OURS, rates["load, rate"][system])
+    )
+    for offset, (metric, colour) in zip(
+        (0.2, -0.2), (("offload, rate", "#4477aa"), ("load, rate", "#66ccee")), strict=True
+    ):
         places = [index + offset for index in range(len(systems))]
         bars = axis.barh(
-            places, [rates[metric].get(system, 0) for system in systems], height=0.38, color=colour, label=metric.split(",")[0]
+            places,
+            [rates[metric].get(system, 0) for system in systems],
+            height=0.38,
+            color=colour,
+            label=metric.split(",")[0],
         )
         axis.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    link = max((row["value"] for row in rows if row["system"] == "link" and row["metric"] == "host to device, rate"), default=0)
+    link = max(
+        (
+            row["value"]
+            for row in rows
+            if row["system"] == "link" and row["metric"] == "host to device, rate"
+        ),
+        default=0,
+    )
     axis.axvline(link, color="black", linestyle="--", linewidth=1, label="the link")
     axis.set_yticks(range(len(systems)), systems)
     axis.set_xlabel("GB/s")
@@ -291,8 +396,12 @@ def _panel(axis: Any, rows: Rows, part: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the result files")
-    parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "performance.md", help="where the table goes")
-    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md", help="where the headline goes")
+    parser.add_argument(
+        "--page", type=Path, default=_ROOT / "docs" / "performance.md", help="where the table goes"
+    )
+    parser.add_argument(
+        "--readme", type=Path, default=_ROOT / "README.md", help="where the headline goes"
+    )
     parser.add_argument("--chart", type=Path, default=_ROOT / "docs" / "performance.png")
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
     options = parser.parse_args(arguments)

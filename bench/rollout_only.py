@@ -1,7 +1,9 @@
-"""How much does a rollout-only worker save by registering the trainer as a `Lazy`, which its policy never builds?
+"""How much does a rollout-only worker save by registering the trainer as a `Lazy`, which its policy
+never builds?
 
-Each way runs in a process of its own, because used host memory is not given back. Measured are the growth of resident memory and its
-maximum, from before the objects are made to the end of three rollout phases.
+Each way runs in a process of its own, because used host memory is not given back. Measured are the
+growth of resident memory and its maximum, from before the objects are made to the end of three
+rollout phases.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def _peak_bytes() -> int:
 
 
 def _worker(rig: Rig, width: int, is_lazy: bool, answer: Connection) -> None:
-    manager = placement.Manager(device=rig.placement_device(), policy="async_rollout", worker_role="rollout")
+    manager = placement.Manager(
+        device=rig.placement_device(), policy="async_rollout", worker_role="rollout"
+    )
     before, built = _memory_bytes(), []
 
     def register(name: str, make: Callable[[], Any], kind: str, **keywords: Any) -> None:
@@ -42,13 +46,20 @@ def _worker(rig: Rig, width: int, is_lazy: bool, answer: Connection) -> None:
             built.append(make())
             return built[-1]
 
-        manager.register(name, placement.Lazy(factory, kind=kind) if is_lazy else factory(), **keywords)
+        manager.register(
+            name, placement.Lazy(factory, kind=kind) if is_lazy else factory(), **keywords
+        )
 
     engine = _model(width // 4)
     manager.register("rollout", engine, role="rollout")
     register("actor", lambda: _model(width), "module", role="actor")
     register("ref", lambda: _model(width), "module", role="ref")
-    register("actor.optimizer", lambda: torch.optim.AdamW(built[0].parameters()), "optimizer", owner="actor")
+    register(
+        "actor.optimizer",
+        lambda: torch.optim.AdamW(built[0].parameters()),
+        "optimizer",
+        owner="actor",
+    )
     for _ in range(3):
         with manager.phase("rollout"):
             engine(torch.zeros(1, width // 4, device=rig.torch_device))
@@ -66,7 +77,9 @@ def measure(rig: Rig, results: Results) -> None:
         system = "placement, Lazy" if is_lazy else "placement, built"
         with results.system(scenario, system):
             ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.get_context("spawn").Process(target=_worker, args=(rig, width, is_lazy, theirs))
+            process = multiprocessing.get_context("spawn").Process(
+                target=_worker, args=(rig, width, is_lazy, theirs)
+            )
             process.start()
             theirs.close()
             grown[is_lazy], peak, reserved, built = ours.recv()
@@ -76,7 +89,13 @@ def measure(rig: Rig, results: Results) -> None:
             results.add(scenario, system, "host memory, peak", peak / 1e6, "MB")
             results.add(scenario, system, "host copies reserved", reserved / 1e6, "MB")
     if len(grown) == 2:
-        results.add(scenario, "placement, Lazy", "host memory saved", (grown[False] - grown[True]) / 1e6, "MB")
+        results.add(
+            scenario,
+            "placement, Lazy",
+            "host memory saved",
+            (grown[False] - grown[True]) / 1e6,
+            "MB",
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Run every benchmark in a process of its own with a time limit: `python -m bench.run --quick|--full --out DIR`.
+"""Run every benchmark in a process of its own with a time limit: `python -m bench.run
+--quick|--full --out DIR`.
 
-A benchmark that fails, is killed or runs into its limit becomes a row `error` in its result file; the others go on. `--dry-run` imports
-the peers, reports what is missing, and measures nothing.
+A benchmark that fails, is killed or runs into its limit becomes a row `error` in its result file;
+the others go on. `--dry-run` imports the peers, reports what is missing, and measures nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from bench import _peers
 from bench._results import FOLDER, Results, read
 
-# The order matters: only the first benchmarks find memory that the machine has not touched yet. Seconds: quick, full.
+# The order matters: only the first benchmarks find memory that the machine has not touched yet.
+# Seconds: quick, full.
 LIMITS: dict[str, tuple[int, int]] = {
     "host_reserve": (30, 60),
     "link": (20, 30),
@@ -51,13 +53,32 @@ def _child(name: str, arguments: list[str]) -> None:
 def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
-    for name, text in (("full", "as in the README"), ("quick", "about a third of the bytes"), ("tiny", "to see that everything runs")):
+    for name, text in (
+        ("full", "as in the README"),
+        ("quick", ("about a third of the bytes")),
+        ("tiny", ("to see that everything runs")),
+    ):
         size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
-    parser.add_argument("--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated')
+    parser.add_argument(
+        "--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated'
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the result files")
-    parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), help="run only these benchmarks")
-    parser.add_argument("--skip", nargs="+", choices=list(LIMITS), default=[], help="run all but these benchmarks")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="limit for all together; the rest is not run")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(LIMITS),
+        default=list(LIMITS),
+        help="run only these benchmarks",
+    )
+    parser.add_argument(
+        "--skip", nargs="+", choices=list(LIMITS), default=[], help="run all but these benchmarks"
+    )
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=math.inf,
+        help="limit for all together; the rest is not run",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only import the peers")
     return parser.parse_args(given)
 
@@ -69,7 +90,8 @@ def default_device() -> str:
 
 def run_one(name: str, arguments: list[str], limit_seconds: float) -> str | None:
     """Run one benchmark. Returns the reason if it did not end well; None if it did."""
-    context = multiprocessing.get_context("forkserver")  # each process starts with torch imported, and makes a CUDA context of its own
+    # each process starts with torch imported, and makes a CUDA context of its own
+    context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_child, args=(name, arguments))
     process.start()
     process.join(limit_seconds)
@@ -86,7 +108,11 @@ def _record(out: Path, name: str, device: str, size: str, problem: str) -> None:
     known = read(out).get(name) if results.path.exists() else None
     if known is not None and known["machine"]["size"] == size:
         results.read()
-    results.failed("all" if known is None else "what came after", "placement" if known is None else "not measured", problem)
+    results.failed(
+        "all" if known is None else "what came after",
+        "placement" if known is None else "not measured",
+        problem,
+    )
     results.write()
 
 
@@ -101,7 +127,9 @@ def main(given: Sequence[str] | None = None) -> int:
     device = options.device or default_device()
     size = options.size or ("full" if device.startswith("cuda") else "tiny")
     is_full = size == "full"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "placement", "bench._rig"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["torch", "placement", "bench._rig"]
+    )
     deadline = time.monotonic() + options.limit_seconds
     problems: dict[str, str] = {}
     for name in [each for each in options.only if each not in options.skip]:

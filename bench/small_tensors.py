@@ -1,6 +1,7 @@
 """Does the rate hold for many small tensors: 20,000 of 4 KiB, and 20,000 of 64 KiB?
 
-Each size has a process of its own, because walking over so many tensors takes twice as long in memory that others have used.
+Each size has a process of its own, because walking over so many tensors takes twice as long in
+memory that others have used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _in_own_process(rig: Rig, folder: Path, kib: int) -> Results:
     own = context.Process(target=_one_size, args=(rig, folder, kib))
     own.start()
     own.join()
-    results.read()  # whatever the exit status: torch_memory_saver ends the process when another pool's memory dies after its own
+    # whatever the exit status: torch_memory_saver ends the process when another pool's memory dies
+    # after its own
+    results.read()
     return results
 
 
@@ -46,7 +49,13 @@ def _one_size(rig: Rig, folder: Path, kib: int) -> Results:
     scenario = f"{rig.pick(20, 20_000, 20_000):,} tensors of {kib} KiB"
     raw = link.measure(rig, results)
     make = partial(Weights, rig, [(kib * 512,)] * rig.pick(20, 20_000, 20_000))
-    compare(rig, results, scenario, raw, {system.name: partial(system, rig, make) for system in _SYSTEMS})
+    compare(
+        rig,
+        results,
+        scenario,
+        raw,
+        {system.name: partial(system, rig, make) for system in _SYSTEMS},
+    )
     return results
 
 

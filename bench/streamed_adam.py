@@ -1,10 +1,12 @@
-"""What does a step of AdamW cost whose state stays on the host: streamed through a window, loaded as a whole, or made by the CPU?
+"""What does a step of AdamW cost whose state stays on the host: streamed through a window, loaded
+as a whole, or made by the CPU?
 
-One of four shards of a 7B model in fp32: 7.6 GB of parameters and as many of gradients stay on the device, 15.2 GB of moments do not.
-Peers step on the CPU and copy gradients and parameters instead of moments; their results differ from the device's in the last bits.
+One of four shards of a 7B model in fp32: 7.6 GB of parameters and as many of gradients stay on the
+device, 15.2 GB of moments do not. Peers step on the CPU and copy gradients and parameters instead
+of moments; their results differ from the device's in the last bits.
 
-A step is timed alone, after matrix products of a fixed duration that stand for the forward and backward pass. In "placement" the first
-buckets of the state come under these.
+A step is timed alone, after matrix products of a fixed duration that stand for the forward and
+backward pass. In "placement" the first buckets of the state come under these.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _shard(rig: Rig) -> Weights:
     """One rank's flat shard of each parameter, the same values in each call, with gradients."""
     torch.manual_seed(0)
     shards = rig.pick(1, 4, 4)
-    sizes = [(-(-torch.Size(shape).numel() // shards),) for shape in decoder_shapes(decoder_config(rig))]
+    sizes = [
+        (-(-torch.Size(shape).numel() // shards),) for shape in decoder_shapes(decoder_config(rig))
+    ]
     model = Weights(rig, sizes, torch.float32)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -70,7 +74,8 @@ class System:
         self.optimizer.step()
 
     def peak_bytes(self) -> int | None:
-        """The most device bytes of the state, as the system itself counts them; None where it does not."""
+        """The most device bytes of the state, as the system itself counts them; None where it does
+        not."""
         return None
 
     def link_bytes(self) -> tuple[int, int]:
@@ -88,7 +93,8 @@ class OnDevice(System):
 
 
 class _Staying(placement.policies.Colocated):
-    """`colocated`, but the actor stays on the device outside the phases: only the optimizer is measured."""
+    """`colocated`, but the actor stays on the device outside the phases: only the optimizer is
+    measured."""
 
     def plan(self, view: View) -> Plan:
         plan = super().plan(view)
@@ -106,11 +112,14 @@ class Streamed(System):
         super().prepare()
         bucket_bytes = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
         device = self.rig.placement_device()
-        self.manager = placement.Manager(device=device, policy=self.policy, streamed_bucket_bytes=bucket_bytes)
+        self.manager = placement.Manager(
+            device=device, policy=self.policy, streamed_bucket_bytes=bucket_bytes
+        )
         self.manager.register("actor", self.model, role="actor")
         self.handle = self.manager.register("adam", self.optimizer)
         self.manager.enter("train")
-        for parameter in self.model.parameters():  # registering has offloaded them; the phase has brought them back
+        # registering has offloaded them; the phase has brought them back
+        for parameter in self.model.parameters():
             assert parameter.grad is not None
 
     def begin(self) -> None:
@@ -118,7 +127,9 @@ class Streamed(System):
         self.manager.enter("train")
 
     def peak_bytes(self) -> int | None:
-        return max(0, self.manager.snapshot().peak_bytes - self.manager.handles["actor"].resident_bytes)
+        return max(
+            0, self.manager.snapshot().peak_bytes - self.manager.handles["actor"].resident_bytes
+        )
 
     def link_bytes(self) -> tuple[int, int]:
         counters = self.handle.counters
@@ -134,7 +145,8 @@ class Streamed(System):
 
 
 class Whole(Streamed):
-    """placement with `optimizer_in="optimizer_step"`: the whole state comes, is stepped, and leaves."""
+    """placement with `optimizer_in="optimizer_step"`: the whole state comes, is stepped, and
+    leaves."""
 
     name = "placement, whole state"
     policy = _Staying("optimizer_step")
@@ -148,7 +160,8 @@ class Whole(Streamed):
 
 
 class DeepSpeedCpu(System):
-    """ZeRO-Offload's step: gradients to the host, DeepSpeed's AVX AdamW on a host copy of the parameters, parameters back."""
+    """ZeRO-Offload's step: gradients to the host, DeepSpeed's AVX AdamW on a host copy of the
+    parameters, parameters back."""
 
     name = "deepspeed"
     is_exact = False
@@ -156,7 +169,9 @@ class DeepSpeedCpu(System):
     def prepare(self) -> None:
         adam = _peers.deepspeed_cpu_adam()
         self.model = _shard(self.rig)
-        self._host = [torch.nn.Parameter(self._pinned(parameter)) for parameter in self.model.parameters()]
+        self._host = [
+            torch.nn.Parameter(self._pinned(parameter)) for parameter in self.model.parameters()
+        ]
         for host, parameter in zip(self._host, self.model.parameters(), strict=True):
             host.grad = self._pinned(parameter)
         self.optimizer = adam(self._host, lr=1e-3, adamw_mode=True)
@@ -209,12 +224,16 @@ SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, Whole, DeepSpeedCpu, Mega
 
 
 def copies_alone(rig: Rig, nbytes: int) -> float:
-    """The seconds of copying so many page-locked host bytes to the device and back, both ways at once: what no streamed step undercuts.
+    """The seconds of copying so many page-locked host bytes to the device and back, both ways at
+    once: what no streamed step undercuts.
 
-    Copies of gigabytes of host memory can be slower than those of the buffers that `link` copies again and again.
+    Copies of gigabytes of host memory can be slower than those of the buffers that `link` copies
+    again and again.
     """
     host = [rig.pin(_PIECE_BYTES) for _ in range(-(-nbytes // _PIECE_BYTES))]
-    here, there = (torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=rig.torch_device) for _ in range(2))
+    here, there = (
+        torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=rig.torch_device) for _ in range(2)
+    )
 
     def both() -> None:
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -225,7 +244,11 @@ def copies_alone(rig: Rig, nbytes: int) -> float:
                 host[index - 1].copy_(there, non_blocking=True)
 
     both()
-    return statistics.median(rig.seconds(both) for _ in range(_STEPS)) * nbytes / (len(host) * _PIECE_BYTES)
+    return (
+        statistics.median(rig.seconds(both) for _ in range(_STEPS))
+        * nbytes
+        / (len(host) * _PIECE_BYTES)
+    )
 
 
 def measure(rig: Rig, results: Results) -> None:
@@ -233,21 +256,32 @@ def measure(rig: Rig, results: Results) -> None:
     if rig.is_cuda and not rig.only:
         nbytes = 2 * nbytes_of(module_tensors(_shard(rig)))
         rig.clean()
-        results.add(_SCENARIO, "copies alone", "as many bytes, both ways at once", copies_alone(rig, nbytes), "s")
+        results.add(
+            _SCENARIO,
+            "copies alone",
+            "as many bytes, both ways at once",
+            copies_alone(rig, nbytes),
+            "s",
+        )
         rig.clean()
     exact: int | None = None
     for make in SYSTEMS:
-        if make is not OnDevice and not rig.wants(make.name):  # the values of all are compared with those on the device
+        # the values of all are compared with those on the device
+        if make is not OnDevice and not rig.wants(make.name):
             continue
-        if make is DeepSpeedCpu and not rig.is_cuda:  # it compiles for minutes, and its time without a GPU says nothing
+        # it compiles for minutes, and its time without a GPU says nothing
+        if make is DeepSpeedCpu and not rig.is_cuda:
             continue
         rig.clean()
         with results.system(_SCENARIO, make.name):
             exact = _measure(rig, results, make(rig), raw, exact)
 
 
-def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int | None) -> int | None:
-    """Measure one system. Returns the digest of the parameters of an ordinary optimizer after the same steps."""
+def _measure(
+    rig: Rig, results: Results, system: System, raw: Link, exact: int | None
+) -> int | None:
+    """Measure one system. Returns the digest of the parameters of an ordinary optimizer after the
+    same steps."""
 
     def row(metric: str, value: float, unit: str) -> None:
         results.add(_SCENARIO, system.name, metric, value, unit)
@@ -265,7 +299,10 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
         with rig.sampled_peak() as peak:
             seconds = statistics.median(_step(rig, system, products) for _ in range(_STEPS))
         row("step", seconds, "s")
-        to_device, to_host = ((after - before) / _STEPS for after, before in zip(system.link_bytes(), (to_device, to_host), strict=True))
+        to_device, to_host = (
+            (after - before) / _STEPS
+            for after, before in zip(system.link_bytes(), (to_device, to_host), strict=True)
+        )
         if to_device + to_host:
             row("step, bytes to the device", to_device, "bytes")
             row("step, bytes to the host", to_host, "bytes")

@@ -1,4 +1,5 @@
-"""Two models of 15 GB take turns under a budget of one model plus 256 MiB: at what rate, and with how much memory at the peak?"""
+"""Two models of 15 GB take turns under a budget of one model plus 256 MiB: at what rate, and with
+how much memory at the peak?"""
 
 from __future__ import annotations
 
@@ -27,12 +28,19 @@ class _Turns:
         crossed: returns the bytes over the link so far, both ways.
     """
 
-    def __init__(self, rig: Rig, models: Sequence[Weights], swap: Callable[[int], None], crossed: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        models: Sequence[Weights],
+        swap: Callable[[int], None],
+        crossed: Callable[[], int],
+    ) -> None:
         self.rig, self.models, self.swap, self.crossed = rig, models, swap, crossed
         self._consumer = Consumer()
 
     def _turn(self, into: int) -> tuple[float, int]:
-        """Swap once. Returns the seconds until a kernel has read the arriving model, and the bytes. The leaving model is changed before."""
+        """Swap once. Returns the seconds until a kernel has read the arriving model, and the bytes.
+        The leaving model is changed before."""
         change(module_tensors(self.models[1 - into]))
         before = self.crossed()
         seconds = self.rig.seconds(partial(self._step, into))
@@ -43,7 +51,8 @@ class _Turns:
         self._consumer.read(module_tensors(self.models[into])[-1])
 
     def verify(self) -> bool:
-        """Swap back and forth twice. Returns whether both models come back unchanged. Not sampled, because comparing takes memory."""
+        """Swap back and forth twice. Returns whether both models come back unchanged. Not sampled,
+        because comparing takes memory."""
         exact = True
         for _ in range(2):
             first = digest(module_tensors(self.models[0]))
@@ -66,7 +75,9 @@ class _Turns:
         return statistics.median(seconds for seconds, _ in turns), turns[-1][1]
 
 
-def _rows(results: Results, system: str, raw: Link, exact: bool, timed: tuple[float, int], peak: Peak) -> None:
+def _rows(
+    results: Results, system: str, raw: Link, exact: bool, timed: tuple[float, int], peak: Peak
+) -> None:
     seconds, nbytes = timed
     results.add(_SCENARIO, system, "swap", seconds, "s")
     results.add(_SCENARIO, system, "swap, bytes copied", nbytes, "bytes")
@@ -87,7 +98,10 @@ def _placement(rig: Rig, results: Results, raw: Link, nbytes: int) -> None:
         rig.empty_cache()
 
     def crossed() -> int:
-        return sum(handle.counters.loaded_bytes + handle.counters.offloaded_bytes for handle in manager.handles.values())
+        return sum(
+            handle.counters.loaded_bytes + handle.counters.offloaded_bytes
+            for handle in manager.handles.values()
+        )
 
     def swap(into: int) -> None:
         manager.switch(("values", "reward")[into])
@@ -102,7 +116,9 @@ def _placement(rig: Rig, results: Results, raw: Link, nbytes: int) -> None:
         manager.leave()
     results.add(_SCENARIO, "placement", "budget", budget, "bytes")
     _rows(results, "placement", raw, exact, timed, peak)
-    results.add(_SCENARIO, "placement", "peak, in the ledger", manager.snapshot().peak_bytes, "bytes")
+    results.add(
+        _SCENARIO, "placement", "peak, in the ledger", manager.snapshot().peak_bytes, "bytes"
+    )
     models.clear()
     del turns
     gc.collect()  # dead objects need no ordinary memory at close()
@@ -120,7 +136,12 @@ def _serial(rig: Rig, results: Results, raw: Link, nbytes: int) -> None:
         movers[into].load()
 
     models = [mover.object for mover in movers]
-    turns = _Turns(rig, models, swap, lambda: sum(mover.moved_to_host + mover.moved_to_device for mover in movers))
+    turns = _Turns(
+        rig,
+        models,
+        swap,
+        lambda: sum(mover.moved_to_host + mover.moved_to_device for mover in movers),
+    )
     movers[0].load()
     exact = turns.verify()
     movers[0].offload()

@@ -1,9 +1,12 @@
-"""A step of TRL's GRPO trainer with and without placement: how long does it take, and how many device bytes do its models need?
+"""A step of TRL's GRPO trainer with and without placement: how long does it take, and how many
+device bytes do its models need?
 
-The same job runs with TRL's own trainer and with the placed one under three policies, in one process: an actor, its reference, and Adam.
-The step's time is the median from one step's begin to the next one's. The bytes are those of the models, gradients and moments that are on
-the device, where TRL is about to use them; without placement all are there from the first optimizer step on. On the simulated device the
-link has no limit of speed, so the time that remains is that of the phase transitions themselves and of copies within host memory.
+The same job runs with TRL's own trainer and with the placed one under three policies, in one
+process: an actor, its reference, and Adam. The step's time is the median from one step's begin to
+the next one's. The bytes are those of the models, gradients and moments that are on the device,
+where TRL is about to use them; without placement all are there from the first optimizer step on. On
+the simulated device the link has no limit of speed, so the time that remains is that of the phase
+transitions themselves and of copies within host memory.
 
 TRL and what it needs have to be installed: tests/frameworks.txt names them.
 """
@@ -39,7 +42,9 @@ def _tokenizer() -> Any:
     words = {"<pad>": 0, "<eos>": 1} | {word: number for number, word in enumerate(_WORDS, start=2)}
     characters = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def _save_model(rig: Rig, folder: str) -> None:
@@ -47,8 +52,20 @@ def _save_model(rig: Rig, folder: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     width = rig.pick(32, 512, 1024)
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": rig.pick(2, 4, 8), "num_attention_heads": 4}
-    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(_WORDS) + 2, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": rig.pick(2, 4, 8),
+        "num_attention_heads": 4,
+    }
+    config = Qwen2Config(
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=len(_WORDS) + 2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     torch.manual_seed(1)
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
@@ -60,7 +77,9 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 class _Job:
     """One training, and what is seen of it."""
 
-    def __init__(self, rig: Rig, folder: str, make: Callable[..., Any], manager: placement.Manager | None) -> None:
+    def __init__(
+        self, rig: Rig, folder: str, make: Callable[..., Any], manager: placement.Manager | None
+    ) -> None:
         from datasets import Dataset
         from transformers import Qwen2ForCausalLM, TrainerCallback
         from trl import GRPOConfig
@@ -97,12 +116,19 @@ class _Job:
         model = Qwen2ForCausalLM.from_pretrained(folder)
         how = {} if manager is None else {"manager": manager}
         self.trainer = make(
-            model=model, reward_funcs=_reward, args=config, train_dataset=prompts, processing_class=_tokenizer(), callbacks=[Clock()], **how
+            model=model,
+            reward_funcs=_reward,
+            args=config,
+            train_dataset=prompts,
+            processing_class=_tokenizer(),
+            callbacks=[Clock()],
+            **how,
         )
         self._look_before("rollout", self.trainer, "_generate_single_turn")
         self._look_before("log_prob", self.trainer.ref_model, "forward")
         self._look_before("train", self.trainer, "_clip_grad_norm")  # the gradients are there
-        self._look_before("optimizer_step", self.trainer, "_get_learning_rate")  # right after the step
+        # right after the step
+        self._look_before("optimizer_step", self.trainer, "_get_learning_rate")
         self._look_before("between steps", self.trainer, "log")
 
     def _look_before(self, what: str, owner: Any, method: str) -> None:
@@ -115,31 +141,49 @@ class _Job:
         setattr(owner, method, looking)
 
     def _resident_bytes(self) -> int:
-        gradients = sum(each.grad.nbytes for each in self.trainer.model.parameters() if each.grad is not None)
+        gradients = sum(
+            each.grad.nbytes for each in self.trainer.model.parameters() if each.grad is not None
+        )
         if self.manager is not None:
-            # A gradient lies in torch's own memory until its module is offloaded with it, which here never happens.
-            return gradients + sum(handle.resident_bytes for handle in self.manager.handles.values())
+            # A gradient lies in torch's own memory until its module is offloaded with it, which
+            # here never happens.
+            return gradients + sum(
+                handle.resident_bytes for handle in self.manager.handles.values()
+            )
         models = [*self.trainer.model.parameters(), *self.trainer.ref_model.parameters()]
         states = self.trainer.optimizer.state.values() if self.trainer.optimizer is not None else ()
-        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        moments = [
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+        ]
         return gradients + sum(each.nbytes for each in [*models, *moments])
 
     def seconds(self) -> float:
-        steps = [after - before for before, after in zip(self.begins, self.begins[1:], strict=False)]
+        steps = [
+            after - before for before, after in zip(self.begins, self.begins[1:], strict=False)
+        ]
         return statistics.median(steps[_WARM_UP:])
 
     def logged(self) -> list[dict[str, float]]:
         times = ("runtime", "per_second", "step_time")
-        rows = [{key: value for key, value in row.items() if not key.startswith("placement/")} for row in self.trainer.state.log_history]
-        return [{key: value for key, value in row.items() if not key.endswith(times)} for row in rows]
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith("placement/")}
+            for row in self.trainer.state.log_history
+        ]
+        return [
+            {key: value for key, value in row.items() if not key.endswith(times)} for row in rows
+        ]
 
 
-def _measure_one(rig: Rig, results: Results, scenario: str, system: str, folder: str, policy: str | None) -> list[dict[str, float]]:
+def _measure_one(
+    rig: Rig, results: Results, scenario: str, system: str, folder: str, policy: str | None
+) -> list[dict[str, float]]:
     from trl import GRPOTrainer
 
     from placement.integrations.trl import PlacedGRPOTrainer
 
-    manager = None if policy is None else placement.Manager(device=rig.placement_device(), policy=policy)
+    manager = (
+        None if policy is None else placement.Manager(device=rig.placement_device(), policy=policy)
+    )
     job = _Job(rig, folder, GRPOTrainer if manager is None else PlacedGRPOTrainer, manager)
     job.trainer.train()
     results.add(scenario, system, "step", job.seconds(), "s")
@@ -148,8 +192,20 @@ def _measure_one(rig: Rig, results: Results, scenario: str, system: str, folder:
     if manager is not None:
         counters = [handle.counters for handle in manager.handles.values()]
         steps = job.trainer.state.global_step
-        results.add(scenario, system, "bytes to the device, a step", sum(each.loaded_bytes for each in counters) / steps, "bytes")
-        results.add(scenario, system, "bytes to the host, a step", sum(each.offloaded_bytes for each in counters) / steps, "bytes")
+        results.add(
+            scenario,
+            system,
+            "bytes to the device, a step",
+            sum(each.loaded_bytes for each in counters) / steps,
+            "bytes",
+        )
+        results.add(
+            scenario,
+            system,
+            "bytes to the host, a step",
+            sum(each.offloaded_bytes for each in counters) / steps,
+            "bytes",
+        )
     logged = job.logged()
     if manager is not None:
         manager.close()
@@ -158,7 +214,8 @@ def _measure_one(rig: Rig, results: Results, scenario: str, system: str, folder:
 
 def measure(rig: Rig, results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL's defaults name arguments that transformers calls deprecated
+        # TRL's defaults name arguments that transformers calls deprecated
+        warnings.simplefilter("ignore")
         _save_model(rig, folder)
         nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         scenario = f"TRL's GRPO step, actor of {nbytes / 1e6:,.1f} MB in float32"

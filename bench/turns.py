@@ -1,8 +1,10 @@
-"""Is this version as fast as an older one? `python -m bench.turns --old FOLDER --out DIR [--size quick|full] [names]`.
+"""Is this version as fast as an older one? `python -m bench.turns --old FOLDER --out DIR [--size
+quick|full] [names]`.
 
-Each benchmark runs four times, each time in a process of its own: this version, the older one (the `placement` and `policies` of FOLDER,
-under the benchmarks of this version), and both again. The first run measures the peers, too, and its result file is kept. The others
-measure placement and the raw link alone. What placement reached in each run is added to that file as `turns`, from which
+Each benchmark runs four times, each time in a process of its own: this version, the older one (the
+`placement` and `policies` of FOLDER, under the benchmarks of this version), and both again. The
+first run measures the peers, too, and its result file is kept. The others measure placement and the
+raw link alone. What placement reached in each run is added to that file as `turns`, from which
 `python -m bench.report` makes a table.
 
 A benchmark for which too little is left of `--seconds` is not begun.
@@ -36,8 +38,8 @@ SECONDS: dict[str, tuple[int, int]] = {
     "phase_overhead": (60, 85),
     "cycles": (40, 190),
 }
-"""The benchmarks in their order, with what their four runs take on an H100: quick, full. One run is stopped after as long. The first
-benchmark needs memory that is untouched."""
+"""The benchmarks in their order, with what their four runs take on an H100: quick, full. One run is
+stopped after as long. The first benchmark needs memory that is untouched."""
 
 _COLD = ("host_reserve",)
 """Only the first run finds untouched memory, so it is not compared with the others."""
@@ -67,11 +69,18 @@ class _Turns:
         """Measure once. A run that fails leaves what it has measured."""
         with tempfile.TemporaryDirectory() as folder:
             out = self.kept.path.parent if is_first else Path(folder)
-            arguments = [*self.arguments, "--out", str(out), *([] if is_first else ["--only", "placement"])]
+            arguments = [
+                *self.arguments,
+                "--out",
+                str(out),
+                *([] if is_first else ["--only", "placement"]),
+            ]
             if version == "before":
                 sys.path.insert(0, self.links)  # a process begins with the path of its parent
             try:
-                problem = run_one(self.name, arguments, limit) if limit > 1 else "no time was left for it"
+                problem = (
+                    run_one(self.name, arguments, limit) if limit > 1 else "no time was left for it"
+                )
             finally:
                 if version == "before":
                     sys.path.remove(self.links)
@@ -85,29 +94,52 @@ class _Turns:
         seen: dict[tuple[str, str, str], list[float]] = {}
         for row in rows:
             if row["system"] == "placement":
-                seen.setdefault((row["scenario"], row["metric"], row["unit"]), []).append(row["value"])
+                seen.setdefault((row["scenario"], row["metric"], row["unit"]), []).append(
+                    row["value"]
+                )
         for key, values in seen.items():
-            self.values.setdefault(key, {"before": [], "after": []})[version].append(sum(values) / len(values))
+            self.values.setdefault(key, {"before": [], "after": []})[version].append(
+                sum(values) / len(values)
+            )
 
     def write(self, commits: dict[str, str]) -> None:
         """Add the values to the result file of the first run."""
         if not self.kept.path.exists():
             return
         content = json.loads(self.kept.path.read_text(encoding="utf-8"))
-        rows = [{"scenario": scenario, "metric": metric, "unit": unit, **both} for (scenario, metric, unit), both in self.values.items()]
+        rows = [
+            {"scenario": scenario, "metric": metric, "unit": unit, **both}
+            for (scenario, metric, unit), both in self.values.items()
+        ]
         content["turns"] = {"commits": commits, "rows": rows, "problems": self.problems}
         self.kept.path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _options(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(SECONDS)}; all if none is named")
-    parser.add_argument("--old", type=Path, required=True, help="folder with the older placement and policies")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"of {', '.join(SECONDS)}; all if none is named"
+    )
+    parser.add_argument(
+        "--old", type=Path, required=True, help="folder with the older placement and policies"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
-    parser.add_argument("--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated')
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit for all together")
-    parser.add_argument("--commits", nargs=2, default=("older", "this"), metavar=("OLD", "THIS"), help="names of the two versions")
+    parser.add_argument(
+        "--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated'
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="limit for all together"
+    )
+    parser.add_argument(
+        "--commits",
+        nargs=2,
+        default=("older", "this"),
+        metavar=("OLD", "THIS"),
+        help="names of the two versions",
+    )
     options = parser.parse_args(given)
     if unknown := [name for name in options.names if name not in SECONDS]:
         parser.error(f"no benchmark of these: {', '.join(unknown)}")
@@ -121,7 +153,8 @@ def main(given: Sequence[str] | None = None) -> int:
     device = options.device or default_device()
     is_full = options.size == "full"
     commits = dict(zip(("before", "after"), options.commits, strict=True))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])  # placement is imported in each process, by its path
+    # placement is imported in each process, by its path
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
     problems = 0
     with tempfile.TemporaryDirectory() as folder:
         links = _links(Path(folder), options.old)
@@ -132,11 +165,21 @@ def main(given: Sequence[str] | None = None) -> int:
                 problems += 1
                 continue
             turns = _Turns(name, device, options.size, options.out, links)
-            for index, version in enumerate(("after", "before", "after", "before", *(("after",) if name in _COLD else ()))):
+            for index, version in enumerate(
+                ("after", "before", "after", "before", *(("after",) if name in _COLD else ()))
+            ):
                 print(f"== {name}, {version}", flush=True)
-                turns.run(version, min(SECONDS[name][is_full], deadline - time.monotonic()), is_first=index == 0)
+                turns.run(
+                    version,
+                    min(SECONDS[name][is_full], deadline - time.monotonic()),
+                    is_first=index == 0,
+                )
                 turns.write(commits)
-            print(f"== {name}: {'; '.join(turns.problems) or 'done'}, {time.monotonic() - began:.1f} s", flush=True)
+            print(
+                f"== {name}: {'; '.join(turns.problems) or 'done'}, {time.monotonic() - began:.1f} "
+                "s",
+                flush=True,
+            )
             problems += bool(turns.problems)
     return problems
 

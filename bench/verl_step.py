@@ -1,13 +1,16 @@
-"""A step of verl's workers, with placement and with verl's own offloading: how long does it take, how much is on the device in each phase,
-and how many bytes are copied?
+"""A step of verl's workers, with placement and with verl's own offloading: how long does it take,
+how much is on the device in each phase, and how many bytes are copied?
 
-Actor with AdamW and reference are verl's own `TrainingWorker`s (FSDP2, one rank, `param_offload` and `optimizer_offload`). A step computes
-log-probabilities of both, trains the actor on one batch, and publishes its weights.
+Actor with AdamW and reference are verl's own `TrainingWorker`s (FSDP2, one rank, `param_offload`
+and `optimizer_offload`). A step computes log-probabilities of both, trains the actor on one batch,
+and publishes its weights.
 
-There is no GPU in it, whatever the machine has: the device is simulated, verl computes on the CPU by the platform of the tests, and verl's
-moves, which do nothing on a CPU, copy there as they do on an accelerator. So the seconds are those of the calls around the moves, of copies
-in host memory, and of fingerprints, which a GPU takes of its own memory; bytes are as on a GPU. Not counted are what FSDP gathers, and the
-layers of the reference that torch's CPUOffloadPolicy brings for verl one at a time.
+There is no GPU in it, whatever the machine has: the device is simulated, verl computes on the CPU
+by the platform of the tests, and verl's moves, which do nothing on a CPU, copy there as they do on
+an accelerator. So the seconds are those of the calls around the moves, of copies in host memory,
+and of fingerprints, which a GPU takes of its own memory; bytes are as on a GPU. Not counted are
+what FSDP gathers, and the layers of the reference that torch's CPUOffloadPolicy brings for verl one
+at a time.
 """
 
 from __future__ import annotations
@@ -34,11 +37,14 @@ _STEPS = 5
 
 
 def _bytes_of(tensors: Any) -> int:
-    return sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes for each in tensors)
+    return sum(
+        each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes for each in tensors
+    )
 
 
 class _OwnMoves:
-    """verl's routines that load and offload, copying as on an accelerator and counting what is on the device."""
+    """verl's routines that load and offload, copying as on an accelerator and counting what is on
+    the device."""
 
     def __init__(self) -> None:
         self._on_device: dict[int, int] = {}
@@ -91,14 +97,23 @@ class _OwnMoves:
 class _Job:
     """Actor and reference, and the most bytes on the device in each phase."""
 
-    def __init__(self, model: Path, placed: bool, device_bytes: Callable[[], int], staged: Callable[[int], object] = int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        placed: bool,
+        device_bytes: Callable[[], int],
+        staged: Callable[[int], object] = int,
+    ) -> None:
         from tests.integrations.verl import worker
 
         self._batch = worker.batch
         self._device_bytes, self._staged = device_bytes, staged
         self.peaks: dict[str, int] = {}
         self._phase = ""
-        self.actor, self.ref = (worker.build(model, placed=placed, forward_only=forward_only) for forward_only in (False, True))
+        self.actor, self.ref = (
+            worker.build(model, placed=placed, forward_only=forward_only)
+            for forward_only in (False, True)
+        )
         for each in (self.actor, self.ref):
             each.set_loss_fn(self._watched(each.loss_fn))
 
@@ -126,7 +141,9 @@ class _Job:
             self._staged(weight.nbytes)
 
 
-def _measure(results: Results, scenario: str, system: str, job: _Job, moved: Callable[[], tuple[int, int]]) -> None:
+def _measure(
+    results: Results, scenario: str, system: str, job: _Job, moved: Callable[[], tuple[int, int]]
+) -> None:
     job.step(0)  # makes the optimizer's state
     before = moved()
     seconds = []
@@ -134,7 +151,9 @@ def _measure(results: Results, scenario: str, system: str, job: _Job, moved: Cal
         began = time.perf_counter()
         job.step(seed)
         seconds.append(time.perf_counter() - began)
-    loaded, offloaded = ((after - first) / _STEPS for after, first in zip(moved(), before, strict=True))
+    loaded, offloaded = (
+        (after - first) / _STEPS for after, first in zip(moved(), before, strict=True)
+    )
     results.add(scenario, system, "step", statistics.median(seconds), "s")
     results.add(scenario, system, "to the device, a step", loaded / 1e6, "MB")
     results.add(scenario, system, "to the host, a step", offloaded / 1e6, "MB")
@@ -143,19 +162,29 @@ def _measure(results: Results, scenario: str, system: str, job: _Job, moved: Cal
 
 
 def measure(rig: Rig, results: Results) -> None:
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     from tests.integrations.verl import worker
 
     torch.set_num_threads(1)  # a second one waits for the first, and on a busy machine for others
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     worker.import_verl()
     with tempfile.TemporaryDirectory() as folder:
-        model = worker.write_model(Path(folder), width=rig.pick(32, 256, 512), layers=rig.pick(2, 8, 12))
+        model = worker.write_model(
+            Path(folder), width=rig.pick(32, 256, 512), layers=rig.pick(2, 8, 12)
+        )
         scenario = "a step of verl"
         with results.system(scenario, "verl"):
             own = _OwnMoves()
             with own.instead():
-                _measure(results, scenario, "verl", _Job(model, False, own.device_bytes, own.staged), lambda: (own.loaded, own.offloaded))
+                _measure(
+                    results,
+                    scenario,
+                    "verl",
+                    _Job(model, False, own.device_bytes, own.staged),
+                    lambda: (own.loaded, own.offloaded),
+                )
         for policy in ("colocated", "colocated(stream_sync=True)"):
             system = f"placement, {policy}" if "(" in policy else "placement"
             with results.system(scenario, system):
@@ -163,7 +192,9 @@ def measure(rig: Rig, results: Results) -> None:
     dist.destroy_process_group()
 
 
-def _measure_placement(results: Results, scenario: str, system: str, model: Path, policy: str) -> None:
+def _measure_placement(
+    results: Results, scenario: str, system: str, model: Path, policy: str
+) -> None:
     from placement.integrations import verl as integration
 
     manager = placement.Manager(device="simulated:2GiB", policy=policy)
@@ -171,16 +202,29 @@ def _measure_placement(results: Results, scenario: str, system: str, model: Path
 
     def moved() -> tuple[int, int]:
         counters = [handle.counters for handle in manager.handles.values()]
-        return sum(each.loaded_bytes for each in counters), sum(each.offloaded_bytes for each in counters)
+        return sum(each.loaded_bytes for each in counters), sum(
+            each.offloaded_bytes for each in counters
+        )
 
     try:
-        _measure(results, scenario, system, _Job(model, True, lambda: manager.device.memory().chunk_bytes), moved)
+        _measure(
+            results,
+            scenario,
+            system,
+            _Job(model, True, lambda: manager.device.memory().chunk_bytes),
+            moved,
+        )
     finally:
         integration.close_manager()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    _rig.run("verl_step", __doc__, measure, ["--device", "simulated", *(arguments if arguments is not None else sys.argv[1:])])
+    _rig.run(
+        "verl_step",
+        __doc__,
+        measure,
+        ["--device", "simulated", *(arguments if arguments is not None else sys.argv[1:])],
+    )
 
 
 if __name__ == "__main__":

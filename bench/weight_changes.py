@@ -1,8 +1,10 @@
-"""How much of a model of 1.5B parameters changes in a step of AdamW at an RL learning rate, and what does sending only that cost and save?
+"""How much of a model of 1.5B parameters changes in a step of AdamW at an RL learning rate, and
+what does sending only that cost and save?
 
-bf16 weights, AdamW on fp32 masters (lr 1e-6). Each step trains, publishes the changes, and publishes everything, by turns. A receiver that
-writes only the changes is compared with the whole publication, bit by bit, for 20 steps. Then each step is offloaded before it is
-published, the model alone and with its optimizer's state. By turns the offload records what it changes, and does not.
+bf16 weights, AdamW on fp32 masters (lr 1e-6). Each step trains, publishes the changes, and
+publishes everything, by turns. A receiver that writes only the changes is compared with the whole
+publication, bit by bit, for 20 steps. Then each step is offloaded before it is published, the model
+alone and with its optimizer's state. By turns the offload records what it changes, and does not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _OFFLOADED = f"{_SCENARIO}, offloaded before it is published"
 
 
 class _Adam(torch.optim.Optimizer):
-    """Adam on fp32 masters. Its steps have the size of Adam's at a learning rate of 1e-6, and all of its state changes."""
+    """Adam on fp32 masters. Its steps have the size of Adam's at a learning rate of 1e-6, and all
+    of its state changes."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, moments: bool) -> None:
         super().__init__(parameters, {})
@@ -34,7 +37,8 @@ class _Adam(torch.optim.Optimizer):
             self.state[parameter] = {name: parameter.detach().float() for name in names}
 
     def update(self) -> None:
-        """A step. Adam's update is at most the learning rate: all of it where the gradient's sign is steady, less where it is noise."""
+        """A step. Adam's update is at most the learning rate: all of it where the gradient's sign
+        is steady, less where it is noise."""
         with torch.no_grad():
             for parameter, state in self.state.items():
                 master, *moments = state.values()
@@ -45,12 +49,17 @@ class _Adam(torch.optim.Optimizer):
 
 
 class _Job:
-    """The model and what steps it. With `moments` the optimizer's state is 12 bytes an element, and moves; else its masters stay."""
+    """The model and what steps it. With `moments` the optimizer's state is 12 bytes an element, and
+    moves; else its masters stay."""
 
     def __init__(self, rig: Rig, *, moments: bool) -> None:
         torch.manual_seed(0)
         hidden, layers = rig.pick(64, 2048, 2048), rig.pick(2, 20, 30)
-        shapes = [(hidden, hidden)] * 4 * layers + [(4 * hidden, hidden), (hidden, 4 * hidden)] * layers + [(hidden,)] * 2 * layers
+        shapes = (
+            [(hidden, hidden)] * 4 * layers
+            + [(4 * hidden, hidden), (hidden, 4 * hidden)] * layers
+            + [(hidden,)] * 2 * layers
+        )
         self.model = Weights(rig, shapes)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -58,7 +67,9 @@ class _Job:
         self.optimizer = _Adam([*self.model.parameters()], moments=moments)
         self.manager = placement.Manager(device=rig.placement_device(), policy=Colocated())
         self.handle = self.manager.register("actor", self.model, role="actor")
-        self.stepper = self.optimizer if moments else torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.stepper = (
+            self.optimizer if moments else torch.optim.SGD(self.model.parameters(), lr=0.0)
+        )
         self.manager.register("optimizer", self.stepper)  # a phase "train" loads what is trained
 
     def step(self) -> None:
@@ -70,7 +81,10 @@ class _Receiver:
 
     def __init__(self, rig: Rig, job: _Job) -> None:
         self._rig, self._handle = rig, job.handle
-        self.weights = {info.name: torch.empty(info.shape, dtype=info.dtype, device=rig.torch_device) for info in job.handle.weights_info()}
+        self.weights = {
+            info.name: torch.empty(info.shape, dtype=info.dtype, device=rig.torch_device)
+            for info in job.handle.weights_info()
+        }
         self.version: int | None = None
         self.is_equal = True
 
@@ -89,7 +103,10 @@ class _Receiver:
 
     def compare(self) -> None:
         for bucket in self._handle.weights():
-            self.is_equal &= all(bool(tensor.view(torch.int16).equal(self.weights[name].view(torch.int16))) for name, tensor in bucket)
+            self.is_equal &= all(
+                bool(tensor.view(torch.int16).equal(self.weights[name].view(torch.int16)))
+                for name, tensor in bucket
+            )
 
 
 def measure(rig: Rig, results: Results) -> None:
@@ -98,7 +115,13 @@ def measure(rig: Rig, results: Results) -> None:
         receiver = _Receiver(rig, job)
         if not moments:
             _on_the_device(rig, results, job, receiver)
-        _offloaded_before(rig, results, job, receiver, f"{_OFFLOADED}, with its optimizer" if moments else _OFFLOADED)
+        _offloaded_before(
+            rig,
+            results,
+            job,
+            receiver,
+            f"{_OFFLOADED}, with its optimizer" if moments else _OFFLOADED,
+        )
         job.manager.close()
         del job, receiver
         rig.empty_cache()
@@ -122,17 +145,38 @@ def _on_the_device(rig: Rig, results: Results, job: _Job, receiver: _Receiver) -
             taken.append(seconds)
     num_elements = sum(tensor.numel() for tensor in receiver.weights.values())
     results.add(_SCENARIO, "placement", "elements", num_elements, "")
-    results.add(_SCENARIO, "placement", "elements that changed in a step", 100 * statistics.median(elements) / num_elements, "%")
+    results.add(
+        _SCENARIO,
+        "placement",
+        "elements that changed in a step",
+        100 * statistics.median(elements) / num_elements,
+        "%",
+    )
     results.add(_SCENARIO, "placement", "changes, bytes to send", statistics.median(sent), "bytes")
     results.add(_SCENARIO, "placement", "everything, bytes to send", whole_bytes, "bytes")
     results.add(_SCENARIO, "placement", "changes, found and written", statistics.median(taken), "s")
     results.add(_SCENARIO, "placement", "everything, read", statistics.median(whole), "s")
-    results.add(_SCENARIO, "placement", "receiver's bits are the whole publication's, every step", receiver.is_equal, "yes=1")
-    results.add(_SCENARIO, "placement", "kept of a publication", 8 * sum(len(r.chunk_sizes) for r in job.handle.storage.ranges), "bytes")
+    results.add(
+        _SCENARIO,
+        "placement",
+        "receiver's bits are the whole publication's, every step",
+        receiver.is_equal,
+        "yes=1",
+    )
+    results.add(
+        _SCENARIO,
+        "placement",
+        "kept of a publication",
+        8 * sum(len(r.chunk_sizes) for r in job.handle.storage.ranges),
+        "bytes",
+    )
 
 
-def _offloaded_before(rig: Rig, results: Results, job: _Job, receiver: _Receiver, scenario: str) -> None:
-    """Each step is offloaded before it is published. By turns the offload records what it changes, and does not."""
+def _offloaded_before(
+    rig: Rig, results: Results, job: _Job, receiver: _Receiver, scenario: str
+) -> None:
+    """Each step is offloaded before it is published. By turns the offload records what it changes,
+    and does not."""
     offloads: dict[bool, list[float]] = {True: [], False: []}
     sent, recorded, taken = list[int](), list[int](), list[float]()
     for index in range(rig.pick(4, 12, 22)):
@@ -160,7 +204,13 @@ def _offloaded_before(rig: Rig, results: Results, job: _Job, receiver: _Receiver
     results.add(scenario, "placement", "record, host memory", statistics.median(recorded), "bytes")
     results.add(scenario, "placement", "changes, bytes to send", statistics.median(sent), "bytes")
     results.add(scenario, "placement", "changes, read and written", statistics.median(taken), "s")
-    results.add(scenario, "placement", "receiver's bits are the whole publication's, every step", receiver.is_equal, "yes=1")
+    results.add(
+        scenario,
+        "placement",
+        "receiver's bits are the whole publication's, every step",
+        receiver.is_equal,
+        "yes=1",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

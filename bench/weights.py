@@ -1,4 +1,5 @@
-"""How long does a model of 15.2 GB (Qwen2.5-7B in bf16, 339 tensors) take off the device and back, changed in every cycle?"""
+"""How long does a model of 15.2 GB (Qwen2.5-7B in bf16, 339 tensors) take off the device and back,
+changed in every cycle?"""
 
 from __future__ import annotations
 
@@ -15,8 +16,18 @@ from bench._rig import Rig
 
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
-    systems: Sequence[type[Mover]] = (Placement, *MODULE_PEERS, *(() if rig.size == "full" else SLOW_PEERS))
-    compare(rig, results, "weights, bf16", raw, {system.name: partial(system, rig, partial(decoder, rig)) for system in systems})
+    systems: Sequence[type[Mover]] = (
+        Placement,
+        *MODULE_PEERS,
+        *(() if rig.size == "full" else SLOW_PEERS),
+    )
+    compare(
+        rig,
+        results,
+        "weights, bf16",
+        raw,
+        {system.name: partial(system, rig, partial(decoder, rig)) for system in systems},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Puts the script that draws the diagrams into the site, where `make docs` could fetch it; a browser then needs no network for them."""
+"""Puts the script that draws the diagrams into the site, where `make docs` could fetch it; a
+browser then needs no network for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A language model of 20,000 parameters with the interface of transformers, for the examples with several ranks."""
+"""A language model of 20,000 parameters with the interface of transformers, for the examples with
+several ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +36,18 @@ class TinyModel(nn.Module):
 
 
 def data_parallel(seed: int, device: torch.device, steps: int) -> Worker:
-    """The demo's job on this rank: the same weights on all ranks, different questions on each, gradients averaged by DDP."""
+    """The demo's job on this rank: the same weights on all ranks, different questions on each,
+    gradients averaged by DDP."""
     torch.manual_seed(seed)
     tokenizer = Characters()
-    recipe = Recipe(steps=steps, prompts=8, completions=8, new_tokens=3, minibatches=2, seed=seed + dist.get_rank())
+    recipe = Recipe(
+        steps=steps,
+        prompts=8,
+        completions=8,
+        new_tokens=3,
+        minibatches=2,
+        seed=seed + dist.get_rank(),
+    )
     worker = make_worker(TinyModel(tokenizer.vocabulary_size), tokenizer, device, recipe)
     actor = DistributedDataParallel(worker.actor, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=recipe.learning_rate)

@@ -1,4 +1,5 @@
-"""The demo's GRPO loop on Ray: workers register once, and the driver declares each phase for all of them.
+"""The demo's GRPO loop on Ray: workers register once, and the driver declares each phase for all of
+them.
 
 python examples/ray_grpo.py
 """
@@ -31,7 +32,9 @@ class Trainer(placement.ray.Worker):
         cuda = torch.cuda.is_available()
         device = "cuda:0" if cuda else SimulatedDevice(capacity_bytes=16 << 20)
         rendezvous = dist.TCPStore(*store, is_master=False)
-        dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=rendezvous, rank=rank, world_size=world_size
+        )
 
         self.manager = manager = placement.Manager(device=device)
         self.job = job = data_parallel(seed=0, device=manager.device.torch_device, steps=1)
@@ -44,7 +47,10 @@ class Trainer(placement.ray.Worker):
 
     def rollout(self) -> float:
         """Sample answers. Returns the mean reward."""
-        sums = [(self.questions.randint(0, 9), self.questions.randint(0, 9)) for _ in range(self.job.recipe.prompts)]
+        sums = [
+            (self.questions.randint(0, 9), self.questions.randint(0, 9))
+            for _ in range(self.job.recipe.prompts)
+        ]
         self.rollouts, _ = self.job.rollout(sums, self.generator)
         return self.rollouts.rewards.mean().item()
 
@@ -62,18 +68,24 @@ class Trainer(placement.ray.Worker):
             self.job.engine.update_weights(bucket)
 
     def finish_step(self) -> str:
-        """Called outside every phase, where nothing may be left on the device. Returns a hash of the weights."""
+        """Called outside every phase, where nothing may be left on the device. Returns a hash of
+        the weights."""
         assert_nothing_resident(self.manager)
         return digest_of(self.actor.state_dict())
 
 
 def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
     """Run the driver. Returns a hash of each worker's weights after each step."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
     weights = []
-    actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs any number of workers can run
-    workers = [actor.remote(rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)]
+    # without GPUs any number of workers can run
+    actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)
+    workers = [
+        actor.remote(rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)
+    ]
     fleet = placement.ray.Fleet(workers)
     for number in range(1, steps + 1):
         with fleet.phase("rollout") as step:
@@ -85,7 +97,10 @@ def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
             step.switch("weight_sync")
             ray.get([worker.publish.remote() for worker in workers])
         weights.append(ray.get([worker.finish_step.remote() for worker in workers]))
-        print(f"step {number}: loss {sum(losses) / world_size:+.4f} reward {sum(rewards) / world_size:.3f}, 0 bytes left on any device")
+        print(
+            f"step {number}: loss {sum(losses) / world_size:+.4f} reward "
+            f"{sum(rewards) / world_size:.3f}, 0 bytes left on any device"
+        )
     for worker in workers:
         ray.kill(worker)
     return weights

@@ -1,6 +1,8 @@
-"""A trainer and a rollout process share one GPU. Neither loads before the other has left enough memory.
+"""A trainer and a rollout process share one GPU. Neither loads before the other has left enough
+memory.
 
-Runs anywhere in a few seconds: without a GPU both use one simulated device, whose capacity they share through a file.
+Runs anywhere in a few seconds: without a GPU both use one simulated device, whose capacity they
+share through a file.
 
     python examples/shared_gpu.py
 """
@@ -26,7 +28,8 @@ WORK_SECONDS = 0.1
 
 
 def make_manager(role: str, folder: str) -> placement.Manager:
-    """Make the process's manager. On a GPU `placement.Manager(device="cuda:0", leases=True)` is all it takes."""
+    """Make the process's manager. On a GPU `placement.Manager(device="cuda:0", leases=True)` is all
+    it takes."""
     if torch.cuda.is_available():
         return placement.Manager(device="cuda:0", leases=True, worker_role=role)
     device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
@@ -36,12 +39,23 @@ def make_manager(role: str, folder: str) -> placement.Manager:
 def rollout(folder: str, begin: Barrier) -> None:
     """The rollout process: an engine of 4 MiB on a simulated device of 5 MiB."""
     manager = make_manager("rollout", folder)
-    engine = TorchEngine(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    engine = TorchEngine(
+        nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+    )
     manager.register("engine", engine, role="rollout")
     begin.wait()
     for _ in range(STEPS):
         with manager.phase("rollout"), torch.no_grad():  # waits until the trainer has left
-            assert engine.module(torch.ones(8, WIDTH, device=next(engine.module.parameters()).device)).isfinite().all()
+            assert (
+                engine.module(torch.ones(8, WIDTH, device=next(engine.module.parameters()).device))
+                .isfinite()
+                .all()
+            )
             time.sleep(WORK_SECONDS)
     report("rollout", manager)
 
@@ -67,14 +81,17 @@ def report(role: str, manager: placement.Manager) -> None:
     lease = manager.snapshot().lease
     assert lease is not None
     waited = f"waited {lease.waited_seconds:.2f} s for the other"
-    print(f"{role}: {STEPS} phases, {waited}, leases {lease.held_bytes} bytes at the end", flush=True)
+    print(
+        f"{role}: {STEPS} phases, {waited}, leases {lease.held_bytes} bytes at the end", flush=True
+    )
     manager.close()
 
 
 def main() -> list[int | None]:
     """Run both processes. Returns their exit codes."""
     context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(2, timeout=300)  # a process that fails before the start must not keep the other waiting for ever
+    # a process that fails before the start must not keep the other waiting for ever
+    begin = context.Barrier(2, timeout=300)
     with tempfile.TemporaryDirectory() as folder:
         both = [context.Process(target=work, args=(folder, begin)) for work in (trainer, rollout)]
         for process in both:

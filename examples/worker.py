@@ -1,6 +1,8 @@
-"""A worker with two models and an optimizer under placement. It registers them once and declares phases, nothing else.
+"""A worker with two models and an optimizer under placement. It registers them once and declares
+phases, nothing else.
 
-Runs anywhere in a few seconds: without a GPU it uses the simulated device, which keeps the same contract in host memory.
+Runs anywhere in a few seconds: without a GPU it uses the simulated device, which keeps the same
+contract in host memory.
 
     python examples/worker.py
 """
@@ -29,8 +31,11 @@ class Worker:
         self.manager.register("actor.optimizer", self.optimizer)
         self.manager.register("ref", self.ref, role="ref", readonly=True)
 
-    def step(self, observations: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor) -> float:
-        """One step: log-probabilities of both models, then one update. Inputs are [samples, ...] on the device. Returns the loss."""
+    def step(
+        self, observations: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor
+    ) -> float:
+        """One step: log-probabilities of both models, then one update. Inputs are [samples, ...] on
+        the device. Returns the loss."""
         with self.manager.phase("log_prob") as phase, torch.no_grad():
             old = self.actor(observations).log_softmax(-1).gather(1, actions)
             ref = self.ref(observations).log_softmax(-1).gather(1, actions)
@@ -54,13 +59,19 @@ def main() -> list[float]:
     place = torch.device("cuda:0" if cuda else "cpu")
     losses = []
     for number in range(3):
-        observations, advantages = torch.randn(32, 64, device=place), torch.randn(32, 1, device=place)
+        observations, advantages = (
+            torch.randn(32, 64, device=place),
+            torch.randn(32, 1, device=place),
+        )
         actions = torch.randint(8, (32, 1), device=place)
         losses.append(worker.step(observations, actions, advantages))
         assert_nothing_resident(worker.manager)
         print(f"step {number}: loss {losses[-1]:+.4f}, 0 bytes left on the device")
     for record in list(worker.manager.journal)[-4:]:
-        print(f"  {record.phase:<9} {record.handle:<16} {record.trigger:<12} {record.source} -> {record.target}")
+        print(
+            f"  {record.phase:<9} {record.handle:<16} {record.trigger:<12} {record.source} -> "
+            f"{record.target}"
+        )
     worker.manager.close()
     return losses
 

@@ -1,4 +1,5 @@
-"""placement decides what sits on the GPU in RL post-training: one explicit state machine instead of hand-placed offload calls."""
+"""placement decides what sits on the GPU in RL post-training: one explicit state machine instead of
+hand-placed offload calls."""
 
 from __future__ import annotations
 
@@ -22,10 +23,29 @@ from placement.core.errors import (
     PolicyError,
     RegistrationError,
 )
-from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy, State, Trigger, View
+from placement.core.states import (
+    PHASES,
+    TRANSITIONS,
+    HandleView,
+    Plan,
+    Policy,
+    State,
+    Trigger,
+    View,
+)
 
 if TYPE_CHECKING:
-    from placement import checkpoint, engines, errors, forecasting, group, integrations, policies, publish, testing
+    from placement import (
+        checkpoint,
+        engines,
+        errors,
+        forecasting,
+        group,
+        integrations,
+        policies,
+        publish,
+        testing,
+    )
     from placement.core.settings import Settings
     from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
@@ -89,7 +109,18 @@ __all__ = [
 ]
 
 
-_ROOMS = ("checkpoint", "engines", "errors", "forecasting", "group", "integrations", "policies", "publish", "ray", "testing")
+_ROOMS = (
+    "checkpoint",
+    "engines",
+    "errors",
+    "forecasting",
+    "group",
+    "integrations",
+    "policies",
+    "publish",
+    "ray",
+    "testing",
+)
 
 __getattr__ = _on_demand(
     __name__,

@@ -1,4 +1,5 @@
-"""`Manager`: registers handles, runs phases, and reports their state. It is the only orchestrator."""
+"""`Manager`: registers handles, runs phases, and reports their state. It is the only
+orchestrator."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 
 def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
-    """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
+    """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models
+    would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
     if is_background():
@@ -47,8 +49,10 @@ def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
     stack.is_closing = True
     try:
         for each in stack.phases.all:
-            each.is_abandoned |= each.holder is None and not each.in_any_order  # `enter` has opened it, and nobody is left to leave it
-        if all(each.is_abandoned for each in stack.phases.all):  # another one, which the user still holds, can be left without the manager
+            # `enter` has opened it, and nobody is left to leave it
+            each.is_abandoned |= each.holder is None and not each.in_any_order
+        # another one, which the user still holds, can be left without the manager
+        if all(each.is_abandoned for each in stack.phases.all):
             stack.close()
     finally:
         _close_all(servers)
@@ -60,7 +64,8 @@ def _close_all(servers: Iterable[MetricsServer]) -> None:
 
 
 class ManagerKeywords(SettingsKeywords, total=False):
-    """Every keyword of `Manager`, for `Manager.from_settings` and for wrappers that pass keywords on."""
+    """Every keyword of `Manager`, for `Manager.from_settings` and for wrappers that pass keywords
+    on."""
 
     device: str | int | torch.device | Device
     policy: str | Policy | type[Policy]
@@ -70,21 +75,26 @@ class ManagerKeywords(SettingsKeywords, total=False):
 
 
 class Manager:
-    """Moves models, optimizers and rollout engines of one process on and off one device, phase by phase.
+    """Moves models, optimizers and rollout engines of one process on and off one device, phase by
+    phase.
 
-    Each registered object is a handle. Opening a phase asks the policy for a plan, which says where every handle belongs, and moves the
-    handles there.
+    Each registered object is a handle. Opening a phase asks the policy for a plan, which says where
+    every handle belongs, and moves the handles there.
 
     Args:
-        device: "auto" (this process's accelerator), a name such as "cuda:0" or "simulated:1GiB", or a `Device`. A `torch.device` and the
+        device: "auto" (this process's accelerator), a name such as "cuda:0" or "simulated:1GiB", or
+        a `Device`. A `torch.device` and the
             index of a CUDA device are taken, too.
-        policy: the name of an entry point in the group "placement.policies", "package.module:Class", a class, or an instance. A string
+        policy: the name of an entry point in the group "placement.policies",
+        "package.module:Class", a class, or an instance. A string
             may include options: "colocated(drop_gradients=True)".
-        budget_bytes: device bytes that all handles together may hold, as a number or as text ("12GiB"). None: what is free plus what
+        budget_bytes: device bytes that all handles together may hold, as a number or as text
+        ("12GiB"). None: what is free plus what
             the handles hold, less what other users of the device need.
-        group: the ranks that change phase together (`placement.group.StoreGroup`). None: this process alone.
-        worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, discovery, ...).
+        group: the ranks that change phase together (`placement.group.StoreGroup`). None: this
+        process alone. worker_role: "trainer", "rollout" or "hybrid": what this process is for.
+        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom,
+        pinned_limit_bytes, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.
@@ -103,14 +113,22 @@ class Manager:
         worker_role: WorkerRole = "hybrid",
         **settings: Unpack[SettingsKeywords],
     ) -> None:
-        chosen: dict[str, Any] = {"budget_bytes": budget_bytes, "worker_role": worker_role, **settings}
+        chosen: dict[str, Any] = {
+            "budget_bytes": budget_bytes,
+            "worker_role": worker_role,
+            **settings,
+        }
         wanted = name_or_device(device)
         chosen |= {"device": wanted} if isinstance(wanted, str) else {}
         chosen |= {"policy": policy} if isinstance(policy, str) else {}
         self.settings = Settings.from_any(chosen)
         self.policy = resolve_policy(policy)
         is_tight = self.settings.budget_bytes is not None or self.settings.leases is not None
-        self.device = select_device(self.settings.device, is_tight=is_tight) if isinstance(wanted, str) else wanted
+        self.device = (
+            select_device(self.settings.device, is_tight=is_tight)
+            if isinstance(wanted, str)
+            else wanted
+        )
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
@@ -119,27 +137,42 @@ class Manager:
         self._entered: list[PhaseContext] = []
         # Without the manager, so that a server that shows snapshots does not keep it alive.
         self._take_snapshot = partial(
-            audit.take_snapshot, self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal
+            audit.take_snapshot,
+            self._stack,
+            self.policy.name,
+            self.settings.worker_role,
+            self.device,
+            self.journal,
         )
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
-        """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
-        # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
-        # finalizer keeps the stack, and so the memory, alive until it has run.
+        """The servers that `serve` started. A server's own thread keeps it alive until it is
+        closed."""
+        # A finalizer instead of __del__, because a garbage collection may unmap the device's memory
+        # before it calls __del__. The finalizer keeps the stack, and so the memory, alive until it
+        # has run.
         weakref.finalize(self, _end, self._stack, self._servers).atexit = False
 
     @classmethod
     def from_settings(
-        cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Unpack[ManagerKeywords]
+        cls,
+        source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **keywords: Unpack[ManagerKeywords],
     ) -> Manager:
-        """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment `PLACEMENT_*`.
+        """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the
+        environment `PLACEMENT_*`.
 
         Args:
-            keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device` or a policy object here.
+            keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device`
+            or a policy object here.
 
         An error about a value has a note that tells the variables of the environment.
         """
         given = Settings.from_any(source).model_dump(exclude_unset=True)
-        variables = [f"{PREFIX}{key.upper()}={value!r}" for key, value in given.items() if source is None and key not in keywords]
+        variables = [
+            f"{PREFIX}{key.upper()}={value!r}"
+            for key, value in given.items()
+            if source is None and key not in keywords
+        ]
         given.update(keywords)
         try:
             return cls(**given)
@@ -152,9 +185,12 @@ class Manager:
 
     @property
     def handles(self) -> Mapping[str, Handle]:
-        """All registered handles by name, in registration order. Read-only, and not updated later."""
+        """All registered handles by name, in registration order. Read-only, and not updated
+        later."""
         handles = self._stack.registry.handles
-        return MappingProxyType({name: handle for name, handle in handles.copy().items() if not handle.is_gone})
+        return MappingProxyType(
+            {name: handle for name, handle in handles.copy().items() if not handle.is_gone}
+        )
 
     def register(
         self,
@@ -171,43 +207,61 @@ class Manager:
     ) -> Handle:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
 
-        Call it after wrapping, loading and resizing the object, and before capturing CUDA graphs of it. Its tensors get device
-        addresses that do not change any more, its bytes are copied to the host, and it moves where the open phase (outside every
-        phase: `idle`) wants it.
+        Call it after wrapping, loading and resizing the object, and before capturing CUDA graphs of
+        it. Its tensors get device addresses that do not change any more, its bytes are copied to
+        the host, and it moves where the open phase (outside every phase: `idle`) wants it.
 
         Args:
             name: the handle's name: 1 to 64 letters, digits and `_.:-`.
-            target: the object to register. Keep a reference to a module or an optimizer: if it is garbage-collected, its handle goes, too.
-            role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
+            target: the object to register. Keep a reference to a module or an optimizer: if it is
+            garbage-collected, its handle goes, too. role: the purpose of the object, for the
+            policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
                 owner's role.
-            owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters. With
-                it, parameters of no registered module (float32 copies of the owner's) move with the optimizer.
-            readonly: the values never change. They are never copied back to the host; a write in place is reported as an
-                `IntegrityError`. New tensors in place of registered ones (`half()`, `load_state_dict(assign=True)`, `.data =`), which are
-                put in while it is on the device, are its values from then on.
-            external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
-            replicated: for a module or an optimizer that is the same on several ranks of the group. Those of one machine share one host
-                copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of what changed to the host; it loads 1/N
-                over its own link and gathers the rest from the others. All ranks of the group must register it at the same place of their
-                program. A process group: its ranks have the same, and are on one machine. True: the process group of a
-                `DistributedDataParallel` (torch's, or Megatron-Core's); the replicate dimension of a device mesh (HSDP); else
-                torch.distributed's default one; of their ranks those of this machine.
-            masters: for a module in bfloat16 or float16: the optimizer that has float32 master weights of which its weights are the cast,
-                bit for bit. Such weights have no host copy of their own while that optimizer, which is registered next, has one. Found
-                by comparing, here and at each offload; what is no cast any more is copied like any other.
-            replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
-                taken by another object, that one is unregistered first, with the optimizers that step it.
+            owner: the module handle whose parameters an optimizer steps; needed only where
+            placement cannot tell from the parameters. With
+                it, parameters of no registered module (float32 copies of the owner's) move with the
+                optimizer.
+            readonly: the values never change. They are never copied back to the host; a write in
+            place is reported as an
+                `IntegrityError`. New tensors in place of registered ones (`half()`,
+                `load_state_dict(assign=True)`, `.data =`), which are put in while it is on the
+                device, are its values from then on.
+            external: the object's framework moves its bytes. placement tracks and guards it, and
+            never moves it. replicated: for a module or an optimizer that is the same on several
+            ranks of the group. Those of one machine share one host
+                copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of
+                what changed to the host; it loads 1/N over its own link and gathers the rest from
+                the others. All ranks of the group must register it at the same place of their
+                program. A process group: its ranks have the same, and are on one machine. True: the
+                process group of a `DistributedDataParallel` (torch's, or Megatron-Core's); the
+                replicate dimension of a device mesh (HSDP); else torch.distributed's default one;
+                of their ranks those of this machine.
+            masters: for a module in bfloat16 or float16: the optimizer that has float32 master
+            weights of which its weights are the cast,
+                bit for bit. Such weights have no host copy of their own while that optimizer, which
+                is registered next, has one. Found by comparing, here and at each offload; what is
+                no cast any more is copied like any other.
+            replace: for set-up code that runs again. If the name is taken by this very object, its
+            handle is returned as it is. If it is
+                taken by another object, that one is unregistered first, with the optimizers that
+                step it.
 
         Raises:
-            RegistrationError: the object cannot be registered; the message says why and what to do. For a replicated object every rank
+            RegistrationError: the object cannot be registered; the message says why and what to do.
+            For a replicated object every rank
                 raises it; if the ranks' values differ, before any byte has moved.
             HostMemoryError, DeviceMemoryError: there is not enough memory for it.
-            After any error the object is not registered and has its values. Where its host copy was made already, its tensors are in host
-            memory now.
+            After any error the object is not registered and has its values. Where its host copy was
+            made already, its tensors are in host memory now.
         """
         registry, lock = self._stack.registry, self._stack.lock
-        # The group is told of a replicated handle whose registration fails here, even if it is refused before any work begins.
-        attempt = nullcontext() if replicated is False else lock.attempt(self._replication.vote, begins=True, raises_own=True)
+        # The group is told of a replicated handle whose registration fails here, even if it is
+        # refused before any work begins.
+        attempt = (
+            nullcontext()
+            if replicated is False
+            else lock.attempt(self._replication.vote, begins=True, raises_own=True)
+        )
         with attempt, lock.transition():
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
@@ -216,42 +270,62 @@ class Manager:
                     self._stack.forget(each)
             before = registry.handles.copy()
             try:
-                with nullcontext() if replicated is False else self._replication.registering(name, target, replicated) as replicas:
+                with (
+                    nullcontext()
+                    if replicated is False
+                    else self._replication.registering(name, target, replicated) as replicas
+                ):
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(
-                        name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks, masters=masters
+                        name,
+                        target,
+                        role=role,
+                        owner=owner,
+                        readonly=readonly,
+                        external=external,
+                        ranks=ranks,
+                        masters=masters,
                     )
                     self._stack.join(handle, agree)
             except BaseException:
-                for added in [each for known, each in registry.handles.items() if known not in before]:
+                for added in [
+                    each for known, each in registry.handles.items() if known not in before
+                ]:
                     registry.remove(added)
                 raise
             return handle
 
     def unregister(self, handle: Handle | str, *, on_device: bool = False) -> None:
-        """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the handle is there, else on the host.
+        """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the
+        handle is there, else on the host.
 
         Args:
             handle: the handle or its name.
             on_device: load it first, so that its tensors are handed back on the device.
 
         Raises:
-            PhaseError: no handle has this name, or a registered optimizer steps it: unregister the optimizer first.
-            DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
+            PhaseError: no handle has this name, or a registered optimizer steps it: unregister the
+            optimizer first. DeviceMemoryError: `on_device` was asked, and the handle does not fit.
+            It stays registered.
         """
         with self._stack.lock.transition():
             found = self._stack.known(handle)
             if steppers := self._stack.steppers_of(found):
-                raise PhaseError(f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; unregister that first")
+                raise PhaseError(
+                    f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; "
+                    "unregister that first"
+                )
             if on_device:
                 self._stack.bring((found.name,))
             self._stack.forget(found)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
-        """Unregister all handles, optimizers first, release the device's memory and stop the servers. Logs a summary. Idempotent.
+        """Unregister all handles, optimizers first, release the device's memory and stop the
+        servers. Logs a summary. Idempotent.
 
         Args:
-            on_device: handles or their names, whose tensors are handed back on the device, for code that goes on with them. All others
+            on_device: handles or their names, whose tensors are handed back on the device, for code
+            that goes on with them. All others
                 are handed back on the host.
 
         Raises:
@@ -259,7 +333,8 @@ class Manager:
             DeviceMemoryError: the handles of `on_device` do not fit. The manager stays open.
         """
         if self._stack.lock.is_closed:
-            _close_all(self._servers)  # an interrupt may have stopped an earlier call before it got here
+            # an interrupt may have stopped an earlier call before it got here
+            _close_all(self._servers)
             return
         last = self.snapshot()
         self._stack.close(names_of(on_device) or ())
@@ -276,34 +351,40 @@ class Manager:
     def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
 
-        Entering moves every handle where the policy wants it in this phase. Leaving moves every handle where the enclosing phase
-        wants it (outside every phase: `idle`). If you call `__enter__` yourself, keep the returned object until you call `__exit__`:
-        a phase whose object is garbage-collected is left.
+        Entering moves every handle where the policy wants it in this phase. Leaving moves every
+        handle where the enclosing phase wants it (outside every phase: `idle`). If you call
+        `__enter__` yourself, keep the returned object until you call `__exit__`: a phase whose
+        object is garbage-collected is left.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.
-            only: handles or their names. The phase concerns these handles and the optimizers that step them; all other handles stay
-                as in the enclosing phase. If that does not fit the budget, handles that neither phase needs are offloaded, cheapest
-                first.
+            only: handles or their names. The phase concerns these handles and the optimizers that
+            step them; all other handles stay
+                as in the enclosing phase. If that does not fit the budget, handles that neither
+                phase needs are offloaded, cheapest first.
 
         Raises (on entering):
-            PhaseError: another thread or asyncio task has a phase open, or a CUDA graph is being captured.
-            PolicyError: the policy gave no valid plan. Nothing has moved.
+            PhaseError: another thread or asyncio task has a phase open, or a CUDA graph is being
+            captured. PolicyError: the policy gave no valid plan. Nothing has moved.
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
-            Exception: the error that stopped the moves. The handles that were on the device before are there again.
+            Exception: the error that stopped the moves. The handles that were on the device before
+            are there again.
         """
         return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
 
     def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
-        """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads in another, in whatever order.
+        """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads
+        in another, in whatever order.
 
-        A hold belongs to no thread, and several may be open at once. The latest that concerns a handle decides about it: name the
-        handles with `only`, so that each hold speaks of its own. Arguments and errors are those of `phase`.
+        A hold belongs to no thread, and several may be open at once. The latest that concerns a
+        handle decides about it: name the handles with `only`, so that each hold speaks of its own.
+        Arguments and errors are those of `phase`.
         """
         return Hold(self._stack, name, only, keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave` closes it, from any thread.
+        """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave`
+        closes it, from any thread.
 
         Arguments and errors are those of `phase`.
         """
@@ -312,14 +393,16 @@ class Manager:
         self._entered.append(phase)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """End the phase that `enter` opened last, and begin `name` in its place, in one phase transition. See `Phase.switch`."""
+        """End the phase that `enter` opened last, and begin `name` in its place, in one phase
+        transition. See `Phase.switch`."""
         self._last_entered(f"switch to {name!r}").switch(name, only=only)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Close the phase that `enter` opened last.
 
         Args:
-            error: the exception that ended the phase, if any. The phase is then left as a `with` statement leaves it on an exception:
+            error: the exception that ended the phase, if any. The phase is then left as a `with`
+            statement leaves it on an exception:
                 failures of leaving become notes on this exception, instead of being raised.
 
         Raises:
@@ -336,18 +419,21 @@ class Manager:
         return self._entered[-1]
 
     def rejoin(self, group: Group) -> None:
-        """Replace the group of ranks by a new one, after a rank was restarted or after `CoordinatorLost`; or join the first one.
+        """Replace the group of ranks by a new one, after a rank was restarted or after
+        `CoordinatorLost`; or join the first one.
 
-        Every surviving rank calls this with a new group of a new generation; a restarted rank makes a new manager instead. The old
-        group is not told. A rank that did not hear a decision has stayed as it was, and takes no further part in the old group. Here
-        it first moves every handle where it belongs outside every phase, and then uses the new group.
+        Every surviving rank calls this with a new group of a new generation; a restarted rank makes
+        a new manager instead. The old group is not told. A rank that did not hear a decision has
+        stayed as it was, and takes no further part in the old group. Here it first moves every
+        handle where it belongs outside every phase, and then uses the new group.
 
-        Replicated handles stay registered. If all ranks that share one are still alive, they go on loading it together. If one of them
-        was restarted, each rank loads the whole over its own link, until all ranks unregister it and register it again.
+        Replicated handles stay registered. If all ranks that share one are still alive, they go on
+        loading it together. If one of them was restarted, each rank loads the whole over its own
+        link, until all ranks unregister it and register it again.
 
         Raises:
-            PhaseError: a phase is open; leave it first. Nothing is lost by leaving, even if a decision is unknown.
-            ValueError: `group` is not a group, or a decision of it is unknown.
+            PhaseError: a phase is open; leave it first. Nothing is lost by leaving, even if a
+            decision is unknown. ValueError: `group` is not a group, or a decision of it is unknown.
             Exception: a handle could not be moved where it belongs. The old group stays in use.
         """
         with self._stack.lock.transition():
@@ -357,26 +443,32 @@ class Manager:
     # --- asking
 
     def snapshot(self) -> Snapshot:
-        """The state of the manager and all handles at this moment: phases, bytes, counters. Immutable, and can be written as JSON.
+        """The state of the manager and all handles at this moment: phases, bytes, counters.
+        Immutable, and can be written as JSON.
 
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
         return self._take_snapshot()
 
     def audit(self) -> Audit:
-        """Compare the declared state of every handle with its tensors and with the device. Changes nothing.
+        """Compare the declared state of every handle with its tensors and with the device. Changes
+        nothing.
 
-        Looks at every tensor, so it is not for every step. The result's `ok` tells whether everything agrees; `findings` lists what
-        does not (drift, leaks, stray references, writes into offloaded memory), and `report` is a table for people. A write into
-        offloaded memory is reported by every audit until the next phase transition raises it.
+        Looks at every tensor, so it is not for every step. The result's `ok` tells whether
+        everything agrees; `findings` lists what does not (drift, leaks, stray references, writes
+        into offloaded memory), and `report` is a table for people. A write into offloaded memory is
+        reported by every audit until the next phase transition raises it.
 
-        Call it where the models are used, not in a thread beside: it looks at gradients, and torch may crash if one thread looks at a
-        gradient while another frees it. `snapshot` and `serve` look at no tensor, and may be called from any thread.
+        Call it where the models are used, not in a thread beside: it looks at gradients, and torch
+        may crash if one thread looks at a gradient while another frees it. `snapshot` and `serve`
+        look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
             plan, writes = self._stack.phases.base_plan(), self._stack.reconciler.writes
             writes.look(wait=True, at_counters=True)
-            return audit.audit(self.handles, plan, self.device, writes.findings, self._stack.reconciler.outside)
+            return audit.audit(
+                self.handles, plan, self.device, writes.findings, self._stack.reconciler.outside
+            )
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.
@@ -395,20 +487,24 @@ class Manager:
         discovery: str | os.PathLike[str] | None = None,
         identity: Identity | None = None,
     ) -> MetricsServer:
-        """Serve Prometheus metrics (/metrics), /healthz, /state, /trace and a status page over HTTP, from a thread of its own.
+        """Serve Prometheus metrics (/metrics), /healthz, /state, /trace and a status page over
+        HTTP, from a thread of its own.
 
-        The returned server has `url`, `target`, `port` and `close()`. It runs until it or the manager is closed. It does not keep the
-        manager alive.
+        The returned server has `url`, `target`, `port` and `close()`. It runs until it or the
+        manager is closed. It does not keep the manager alive.
 
         Args:
             port: the TCP port; 0 takes a free one.
-            address: the address to listen on. The default is loopback, because everybody who can connect can read what this worker does.
-            discovery: a folder for Prometheus' file-based service discovery. The worker keeps a file of its own there until the server
+            address: the address to listen on. The default is loopback, because everybody who can
+            connect can read what this worker does. discovery: a folder for Prometheus' file-based
+            service discovery. The worker keeps a file of its own there until the server
                 closes. None: `Settings.discovery`.
-            identity: the worker's identity in its run (rank, node, ...). None: taken from the environment that torchrun or Slurm sets.
+            identity: the worker's identity in its run (rank, node, ...). None: taken from the
+            environment that torchrun or Slurm sets.
 
         Raises:
-            PlacementError: the address or port cannot be bound, the folder cannot be written, or the manager is closed.
+            PlacementError: the address or port cannot be bound, the folder cannot be written, or
+            the manager is closed.
         """
         from placement.observe.discovery import Identity
         from placement.observe.server import MetricsServer
@@ -418,7 +514,13 @@ class Manager:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
         stack = self._stack  # not the manager: the server would keep it alive
-        server = MetricsServer(self._take_snapshot, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
+        server = MetricsServer(
+            self._take_snapshot,
+            is_over=lambda: stack.lock.is_closed,
+            journal=self.journal,
+            port=port,
+            address=address,
+        )
         self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

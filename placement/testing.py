@@ -1,4 +1,5 @@
-"""Tools for tests: a simulated device, faults that are injected on demand, and the assertion that everything was offloaded."""
+"""Tools for tests: a simulated device, faults that are injected on demand, and the assertion that
+everything was offloaded."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ __all__ = ["Faults", "InjectedFault", "SimulatedDevice", "assert_nothing_residen
 
 
 _ALLOW_FOREIGN = (
-    "placement cannot move memory that a framework keeps. Buckets of DistributedDataParallel it can move if the model is wrapped with "
-    "gradient_as_bucket_view=True, after the first backward pass. If the memory may stay, pass allow_foreign=True"
+    "placement cannot move memory that a framework keeps. Buckets of DistributedDataParallel it "
+    "can move if the model is wrapped with gradient_as_bucket_view=True, after the first backward "
+    "pass. If the memory may stay, pass allow_foreign=True"
 )
 
 
@@ -40,9 +42,13 @@ _OPERATIONS = {**{name: name for name in _ERRORS}, "shared_host": "host", "wait"
 
 
 def _pass_on(name: str, member: object) -> Any:
-    """A method that counts the call and asks the other device, or an attribute that is the other device's."""
+    """A method that counts the call and asks the other device, or an attribute that is the other
+    device's."""
     if not isinstance(member, FunctionType):
-        return property(lambda self: getattr(self.device, name), lambda self, value: setattr(self.device, name, value))
+        return property(
+            lambda self: getattr(self.device, name),
+            lambda self, value: setattr(self.device, name, value),
+        )
 
     def call(self: Faults, *arguments: Any, **keywords: Any) -> Any:
         if name in _OPERATIONS:
@@ -60,7 +66,8 @@ _PassingOn: Any = type(
 
 
 class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every method is made by the lines above
-    """A device that passes every call on to another device, except for the calls that it was told to fail.
+    """A device that passes every call on to another device, except for the calls that it was told
+    to fail.
 
         device = Faults(SimulatedDevice(capacity_bytes=1 << 30))
         device.fail("create", at=3)   # the third chunk that is created from now on
@@ -70,22 +77,25 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
 
     Attributes:
         device: the other device. Its attributes can also be read from the `Faults` object.
-        calls: the number of calls so far by operation, including failed ones. A sweep over all calls goes from 1 to this number.
-        fired: the number of calls that were failed.
+        calls: the number of calls so far by operation, including failed ones. A sweep over all
+        calls goes from 1 to this number. fired: the number of calls that were failed.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.calls = dict.fromkeys(_ERRORS, 0)
         self.fired = 0
-        self._faults: list[tuple[str, int, bool]] = []  # the operation, the first call that fails, and whether all later ones do
+        # the operation, the first call that fails, and whether all later ones do
+        self._faults: list[tuple[str, int, bool]] = []
 
     def fail(self, operation: str, *, at: int = 1, forever: bool = False) -> None:
         """Let a later call of an operation fail. Several faults may be set at the same time.
 
         Args:
-            operation: `host` (reserve host memory) raises `HostMemoryError`; `reserve` (addresses), `create` (a chunk) and `map` (chunks
-                behind addresses) raise `DeviceMemoryError`; `copy` and `sync` raise `InjectedFault`. Waiting for a mark counts as `sync`.
+            operation: `host` (reserve host memory) raises `HostMemoryError`; `reserve` (addresses),
+            `create` (a chunk) and `map` (chunks
+                behind addresses) raise `DeviceMemoryError`; `copy` and `sync` raise
+                `InjectedFault`. Waiting for a mark counts as `sync`.
             at: which call fails, counted from now on; 1 is the next.
             forever: let all calls after it fail, too.
 
@@ -99,7 +109,8 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
         self._faults.append((operation, self.calls[operation] + at, forever))
 
     def clear(self) -> None:
-        """Remove all faults, so that no further call fails. `calls` and `fired` stay as they are."""
+        """Remove all faults, so that no further call fails. `calls` and `fired` stay as they
+        are."""
         self._faults.clear()
 
     def _count(self, operation: str) -> None:
@@ -111,29 +122,37 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
                 raise _ERRORS[operation](f"injected fault: {operation}, call {call}")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "device":  # not set yet: copying and unpickling ask for attributes before __init__, and would recurse
+        # not set yet: copying and unpickling ask for attributes before __init__, and would recurse
+        if name == "device":
             raise AttributeError(name)
         return getattr(self.device, name)
 
 
-def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False) -> None:
-    """Assert that offloaded handles hold no device memory. The memory is measured; the handles' own statements are not trusted.
+def assert_nothing_resident(
+    manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False
+) -> None:
+    """Assert that offloaded handles hold no device memory. The memory is measured; the handles' own
+    statements are not trusted.
 
     All of this must hold, for all handles but external ones:
 
-    - Outside every phase, each handle is CPU_OFFLOADED. (Inside a phase, handles may be in any state.)
-    - A handle that is CPU_OFFLOADED holds no byte on the device, and no framework keeps device memory for it (`Handle.foreign_bytes`).
-      Inside a phase, bytes that arrived early for a later one (`Plan.prefetch`) are allowed.
+    - Outside every phase, each handle is CPU_OFFLOADED. (Inside a phase, handles may be in any
+      state.)
+    - A handle that is CPU_OFFLOADED holds no byte on the device, and no framework keeps device
+      memory for it (`Handle.foreign_bytes`). Inside a phase, bytes that arrived early for a later
+      one (`Plan.prefetch`) are allowed.
     - The device has no chunks of memory beyond those that the handles hold.
     - `manager.audit()` finds nothing.
 
     Args:
         except_for: names of handles that the policy keeps on the device when idle.
-        allow_foreign: frameworks may keep device memory for offloaded handles. `DistributedDataParallel` does by default: its buckets
+        allow_foreign: frameworks may keep device memory for offloaded handles.
+        `DistributedDataParallel` does by default: its buckets
             are as large as the gradients.
 
     Raises:
-        AssertionError: something is still on the device; the message names the handles and the bytes.
+        AssertionError: something is still on the device; the message names the handles and the
+        bytes.
     """
     audit = manager.audit()  # first: it also looks for tensors beside those that move
     in_phase = bool(manager.snapshot().phases)
@@ -145,16 +164,26 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
             if left := handle.resident_bytes - (handle.prefetched_bytes if in_phase else 0):
                 problems.append(f"{name} is CPU_OFFLOADED and holds {left:,} bytes")
             kept_by_framework += [
-                f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}"
+                (
+                    f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: "
+                    f"{what}"
+                )
                 for what, n in handle.storage.kept_by_framework
             ]
         elif not in_phase and name not in except_for:
-            problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
+            problems.append(
+                f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} "
+                "bytes"
+            )
     declared = sum(handle.resident_bytes for handle in handles.values())
     measured = manager.device.memory().chunk_bytes
-    if measured > declared:  # less is normal: tensors in torch's own memory (gradients) are declared, but are not chunks
+    # less is normal: tensors in torch's own memory (gradients) are declared, but are not chunks
+    if measured > declared:
         holders = ", ".join(f"{name} {handle.resident_bytes:,}" for name, handle in handles.items())
-        problems.append(f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} ({holders})")
+        problems.append(
+            f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} "
+            f"({holders})"
+        )
     if not audit.ok:
         problems.append(audit.report)
     if kept_by_framework and not allow_foreign:

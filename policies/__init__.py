@@ -1,7 +1,8 @@
 """Policies decide where every handle belongs in each phase.
 
-A policy is pure. It reads a `View` and returns a total `Plan`. It moves nothing, asks no device, keeps no history and reads no clock.
-The modules here import only public names of `placement`, so a user's own policy can do whatever these do.
+A policy is pure. It reads a `View` and returns a total `Plan`. It moves nothing, asks no device,
+keeps no history and reads no clock. The modules here import only public names of `placement`, so a
+user's own policy can do whatever these do.
 """
 
 from placement import Policy

@@ -15,20 +15,28 @@ class AsyncRollout:
 
     | `worker_role` | behaviour |
     |---|---|
-    | `rollout` | treats its engines like `Resident`; a trainer's handle is CPU_OFFLOADED in every phase: never built, never loaded |
-    | `trainer` | treats everything but the rollout engines like `Resident`; those are never touched |
+    | `rollout` | its engines as in `Resident`; a trainer's handles are never built or loaded |
+    | `trainer` | all but the rollout engines as in `Resident`; those are never touched |
     | `hybrid` | behaves like `Colocated` |
 
     Args:
         optimizer_in: as in `Colocated`.
-        stream_sync: as in `Colocated`, for a hybrid worker; the others hold their weights on the device.
-        drop_gradients: as in `Colocated`.
+        stream_sync: as in `Colocated`, for a hybrid worker; the others hold their weights on the
+        device. drop_gradients: as in `Colocated`.
     """
 
     name = "async_rollout"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False, drop_gradients: bool = False) -> None:
-        self._together = Colocated(optimizer_in, stream_sync=stream_sync, drop_gradients=drop_gradients)
+    def __init__(
+        self,
+        optimizer_in: OptimizerIn = "train",
+        *,
+        stream_sync: bool = False,
+        drop_gradients: bool = False,
+    ) -> None:
+        self._together = Colocated(
+            optimizer_in, stream_sync=stream_sync, drop_gradients=drop_gradients
+        )
         self._apart = Resident(optimizer_in, drop_gradients=drop_gradients)
 
     def plan(self, view: View) -> Plan:
@@ -36,6 +44,10 @@ class AsyncRollout:
         if view.worker_role == "hybrid":
             return self._together.plan(view)
         generating = {h.name for h in rollout_models(view)}
-        own = {name: h for name, h in view.handles.items() if (name in generating) == (view.worker_role == "rollout")}
+        own = {
+            name: h
+            for name, h in view.handles.items()
+            if (name in generating) == (view.worker_role == "rollout")
+        }
         plan = self._apart.plan(replace(view, handles=own))
         return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts)

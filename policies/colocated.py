@@ -1,4 +1,5 @@
-"""A policy by which all handles take turns on one device, and questions about a view that several policies ask."""
+"""A policy by which all handles take turns on one device, and questions about a view that several
+policies ask."""
 
 from __future__ import annotations
 
@@ -9,44 +10,65 @@ from typing import Literal, get_args
 from placement import HandleView, Plan, PolicyError, State, View
 
 OptimizerIn = Literal["train", "optimizer_step", "streamed"]
-_READING = {"log_prob": ("actor", "ref"), "ref_log_prob": ("ref",), "values": ("critic",), "reward": ("reward",)}
+_READING = {
+    "log_prob": ("actor", "ref"),
+    "ref_log_prob": ("ref",),
+    "values": ("critic",),
+    "reward": ("reward",),
+}
 
 
 class Colocated:
-    """Outside every phase everything is CPU_OFFLOADED. In a phase only the handles that it needs are on the device.
+    """Outside every phase everything is CPU_OFFLOADED. In a phase only the handles that it needs
+    are on the device.
 
     | phase | on the device |
     |---|---|
     | `rollout`, `eval` | the rollout engine, or the actor where none is registered |
-    | `weight_sync` | the actor, SYNCING, and the rollout engine; only its weights, if it can be on the device in part |
+    | `weight_sync` | the actor, SYNCING, and the engine; its weights alone, if it has tags |
     | `log_prob` | actor and ref |
     | `ref_log_prob` | the ref alone, for a step that computes the two one after the other |
     | `values`, `reward` | critic; reward |
-    | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
-    | `checkpoint` | nothing moves, the host copy is read; but FSDP1 gathers on the device, so its modules and their optimizers are loaded |
-    | a phase of `Settings.phases` | the modules and engines of its roles, GPU_RESIDENT or in the state that it names |
+    | `train`, `optimizer_step`, `restore` | stepped modules and their optimizers, all TRAINING |
+    | `checkpoint` | nothing moves; FSDP1, which gathers on the device, is loaded |
+    | a phase of `Settings.phases` | its roles' modules and engines, in the state that it names |
 
-    A needed handle is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values change:
-    TRAINING means writes by an optimizer, while an engine receives weights in that phase, so the manager allows its writes there. For
-    an external handle the states say only whether it is in use.
+    A needed handle is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is
+    GPU_RESIDENT although its values change: TRAINING means writes by an optimizer, while an engine
+    receives weights in that phase, so the manager allows its writes there. For an external handle
+    the states say only whether it is in use.
 
     Args:
-        optimizer_in: "train": the optimizer is on the device for the whole training phase. "optimizer_step": only in that phase (and
-            in `restore`), which leaves its bytes to activations during forward and backward. "streamed": only in `restore`; each
-            `step()` brings its state to the device and back in buckets (see `Settings.streamed_bucket_bytes`). An external optimizer
-            stays where its framework has it; one whose step cannot be made in parts is refused.
-        stream_sync: whether to publish the actor's weights straight from the host copy through a small device window, instead of
-            loading the actor beside the engine. placement has no host copy of an external actor, so that is published where it lies.
-        drop_gradients: whether gradients are set to None, not copied to the host, when their module leaves TRAINING (they are dead after
-            `step()`). A phase inside the training phase (a checkpoint, an evaluation between two backward passes) drops none. By
-            default gradients move like everything else.
+        optimizer_in: "train": the optimizer is on the device for the whole training phase.
+        "optimizer_step": only in that phase (and
+            in `restore`), which leaves its bytes to activations during forward and backward.
+            "streamed": only in `restore`; each `step()` brings its state to the device and back in
+            buckets (see `Settings.streamed_bucket_bytes`). An external optimizer stays where its
+            framework has it; one whose step cannot be made in parts is refused.
+        stream_sync: whether to publish the actor's weights straight from the host copy through a
+        small device window, instead of
+            loading the actor beside the engine. placement has no host copy of an external actor, so
+            that is published where it lies.
+        drop_gradients: whether gradients are set to None, not copied to the host, when their module
+        leaves TRAINING (they are dead after
+            `step()`). A phase inside the training phase (a checkpoint, an evaluation between two
+            backward passes) drops none. By default gradients move like everything else.
     """
 
     name = "colocated"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False, drop_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer_in: OptimizerIn = "train",
+        *,
+        stream_sync: bool = False,
+        drop_gradients: bool = False,
+    ) -> None:
         if optimizer_in not in get_args(OptimizerIn):
-            raise ValueError(f"optimizer_in must be one of {', '.join(get_args(OptimizerIn))}, not {optimizer_in!r}")
+            raise ValueError(
+                f"optimizer_in must be one of {', '.join(get_args(OptimizerIn))}, not "
+                f"{optimizer_in!r}"
+            )
         self.optimizer_in = optimizer_in
         self.stream_sync = stream_sync
         self.drop_gradients = drop_gradients
@@ -59,14 +81,29 @@ class Colocated:
         streamed: list[str] = []
         dropped: list[str] = []
         if self.stream_sync:
-            streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
-        if self.optimizer_in == "streamed" and view.phase != "restore":  # a state dict is loaded into tensors on the device
-            streamed += [h.name for h in optimizers(view) if needs.get(h.name) is State.TRAINING and not h.external]
+            streamed = [
+                name
+                for name, state in needs.items()
+                if state is State.SYNCING and not view.handles[name].external
+            ]
+        # a state dict is loaded into tensors on the device
+        if self.optimizer_in == "streamed" and view.phase != "restore":
+            streamed += [
+                h.name
+                for h in optimizers(view)
+                if needs.get(h.name) is State.TRAINING and not h.external
+            ]
         if self.drop_gradients and view.enclosing is None:
-            dropped = [h.name for h in _stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
+            dropped = [
+                h.name
+                for h in _stepped(view)
+                if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING
+            ]
         parts = {}
         if view.phase == "weight_sync":
-            parts = {h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags}
+            parts = {
+                h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags
+            }
         return view.total_plan(needs, streamed, dropped, parts)
 
     def needs(self, view: View) -> dict[str, State]:
@@ -77,7 +114,9 @@ class Colocated:
             case "rollout" | "eval":
                 return _targets(rollout_models(view) or _models(view, "actor"), State.GPU_RESIDENT)
             case "weight_sync":
-                return _targets(rollout_models(view), State.GPU_RESIDENT) | _targets(_models(view, "actor"), State.SYNCING)
+                return _targets(rollout_models(view), State.GPU_RESIDENT) | _targets(
+                    _models(view, "actor"), State.SYNCING
+                )
             case phase if phase in _READING:
                 return _targets(_models(view, *_READING[phase]), State.GPU_RESIDENT)
             case "train" if self.optimizer_in == "optimizer_step":
@@ -86,7 +125,9 @@ class Colocated:
                 return _targets([*_stepped(view), *optimizers(view)], State.TRAINING)
             case phase if phase in view.phases:
                 wanted = view.wanted_states(phase)
-                return {h.name: state for role, state in wanted.items() for h in _models(view, role)}
+                return {
+                    h.name: state for role, state in wanted.items() for h in _models(view, role)
+                }
         nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise PolicyError(
@@ -96,13 +137,20 @@ class Colocated:
 
 
 def _models(view: View, *roles: str) -> list[HandleView]:
-    """Modules and engines with these roles, in registration order. Optimizers have their owner's role, and are left out."""
+    """Modules and engines with these roles, in registration order. Optimizers have their owner's
+    role, and are left out."""
     return [h for h in view.with_role(*roles) if h.kind != "optimizer"]
 
 
 def rollout_models(view: View) -> list[HandleView]:
-    """The models that generate: every model with the role `rollout`, and every engine without a role."""
-    return [h for h in view.handles.values() if h.kind != "optimizer" and (h.role == "rollout" or (h.kind == "engine" and h.role is None))]
+    """The models that generate: every model with the role `rollout`, and every engine without a
+    role."""
+    return [
+        h
+        for h in view.handles.values()
+        if h.kind != "optimizer"
+        and (h.role == "rollout" or (h.kind == "engine" and h.role is None))
+    ]
 
 
 def optimizers(view: View) -> list[HandleView]:
@@ -110,13 +158,15 @@ def optimizers(view: View) -> list[HandleView]:
 
 
 def _stepped(view: View) -> list[HandleView]:
-    """The modules whose parameters an optimizer steps. Owners that are not in the view are left out."""
+    """The modules whose parameters an optimizer steps. Owners that are not in the view are left
+    out."""
     owners = dict.fromkeys(owner for optimizer in optimizers(view) for owner in optimizer.owners)
     return [view.handles[name] for name in owners if name in view.handles]
 
 
 def _targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
-    """The same target for several handles. A readonly handle cannot be TRAINING, so it gets GPU_RESIDENT instead."""
+    """The same target for several handles. A readonly handle cannot be TRAINING, so it gets
+    GPU_RESIDENT instead."""
     readonly_state = State.GPU_RESIDENT if state is State.TRAINING else state
     return {h.name: readonly_state if h.readonly else state for h in handles}
 
@@ -125,16 +175,25 @@ def _present(view: View) -> Plan:
     """The plan that changes nothing."""
     # A plan without `streamed` would load what is used from its host copy.
     streamed = [h.name for h in view.handles.values() if h.streaming]
-    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts_of(view.handles.values()))
+    return view.total_plan(
+        {h.name: h.state for h in view.handles.values()},
+        streamed,
+        parts=parts_of(view.handles.values()),
+    )
 
 
 def parts_of(handles: Iterable[HandleView]) -> dict[str, frozenset[str]]:
     """The tags of engines that are on the device in part."""
-    return {h.name: h.resident_tags for h in handles if h.resident_tags and h.resident_tags != h.tags.keys()}
+    return {
+        h.name: h.resident_tags
+        for h in handles
+        if h.resident_tags and h.resident_tags != h.tags.keys()
+    }
 
 
 def _readable(view: View) -> Plan:
-    """The plan for reading every value. It moves only handles whose values can be read on the device alone."""
+    """The plan for reading every value. It moves only handles whose values can be read on the
+    device alone."""
     plan = _present(view)
     for handle in view.handles.values():
         if handle.gathers and handle.built:

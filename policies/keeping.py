@@ -1,8 +1,11 @@
-"""Which units a cycle of phases keeps on the device from one phase to the next, and a worker's handles and phases counted in units.
+"""Which units a cycle of phases keeps on the device from one phase to the next, and a worker's
+handles and phases counted in units.
 
-Sets of units are bit masks: bit `i` stands for the i-th unit. A schedule has, for every phase of the cycle, the units that are on the
-device in it. It is judged first by the bytes that move while somebody waits, then by all bytes that move, each summed over one cycle. What
-is loaded in a phase transition can have arrived before, in the room that the phase before it leaves, and nobody waits for that part.
+Sets of units are bit masks: bit `i` stands for the i-th unit. A schedule has, for every phase of
+the cycle, the units that are on the device in it. It is judged first by the bytes that move while
+somebody waits, then by all bytes that move, each summed over one cycle. What is loaded in a phase
+transition can have arrived before, in the room that the phase before it leaves, and nobody waits
+for that part.
 """
 
 from __future__ import annotations
@@ -18,18 +21,21 @@ from placement import HandleView, Plan, State, View
 from .colocated import rollout_models
 
 MOST_LOOKS = 4_000
-"""The search ends when it has looked at so many choices, and takes the best that it has found until then. 360 random cycles of 5 to 8
-units took at most 505."""
+"""The search ends when it has looked at so many choices, and takes the best that it has found until
+then. 360 random cycles of 5 to 8 units took at most 505."""
 
 NEVER = 1 << 30  # the distance to a phase that does not come
 _MOST_COURSES = 64
 
 
 class Unit(NamedTuple):
-    """Bytes that are on the device together or not at all: a handle, or the part of an engine that has a tag."""
+    """Bytes that are on the device together or not at all: a handle, or the part of an engine that
+    has a tag."""
 
     nbytes: int  # device bytes
-    copied_bytes: int  # bytes that a load copies, and an offload too unless the unit is clean. 0 for an engine's cache, which is dropped.
+    # bytes that a load copies, and an offload too unless the unit is clean. 0 for an engine's
+    # cache, which is dropped.
+    copied_bytes: int
     can_prefetch: bool = True
     is_copied_back: Literal["never", "trained", "always"] = "never"
     """When an offload has to copy: "trained" is only after a TRAINING since the last offload."""
@@ -43,15 +49,20 @@ class Step(NamedTuple):
     trained: int = 0
     """The units among these that are TRAINING in the phase."""
     streamed: int = 0
-    """The units whose state streams through the device in the phase. They can neither stay on the device in this phase nor arrive early."""
+    """The units whose state streams through the device in the phase. They can neither stay on the
+    device in this phase nor arrive early."""
 
 
 @functools.lru_cache(maxsize=256)
-def schedule(units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int) -> tuple[int, ...]:
-    """The units to have on the device in each phase of the cycle: those that it needs, and those to keep.
+def schedule(
+    units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int
+) -> tuple[int, ...]:
+    """The units to have on the device in each phase of the cycle: those that it needs, and those to
+    keep.
 
-    The best schedule that is the same in each cycle, as far as `MOST_LOOKS` choices tell, by a depth-first search that takes each stay
-    before it leaves it out: its first leaf takes the shortest stays that fit. A phase that needs more than the budget has what it needs.
+    The best schedule that is the same in each cycle, as far as `MOST_LOOKS` choices tell, by a
+    depth-first search that takes each stay before it leaves it out: its first leaf takes the
+    shortest stays that fit. A phase that needs more than the budget has what it needs.
     """
     problem = _Problem(units, steps, budget_bytes)
     if problem.size(problem.in_use) <= budget_bytes:
@@ -87,30 +98,47 @@ class _Problem:
         self.in_use = functools.reduce(or_, (step.needed for step in steps), 0)
         self.streamed = functools.reduce(or_, (step.streamed for step in steps), 0)
         always = functools.reduce(and_, (step.needed for step in steps), -1)
-        self.choices = self.in_use & ~always & ~self.streamed & mask_of(i for i, unit in enumerate(units) if unit.copied_bytes)
-        """The units for which there is something to decide: needed in some phases, not in all, never streamed, and not for nothing."""
+        self.choices = (
+            self.in_use
+            & ~always
+            & ~self.streamed
+            & mask_of(i for i, unit in enumerate(units) if unit.copied_bytes)
+        )
+        """The units for which there is something to decide: needed in some phases, not in all,
+        never streamed, and not for nothing."""
         self.sums = functools.cache(self._sums)
         self.rooms = [max(budget_bytes, self.size(step.needed)) for step in steps]
         self.trained = functools.reduce(or_, (step.trained for step in steps), 0)
-        self.trained &= self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "trained")
-        self.always_dirty = self.choices & mask_of(i for i, unit in enumerate(units) if unit.is_copied_back == "always")
+        self.trained &= self.choices & mask_of(
+            i for i, unit in enumerate(units) if unit.is_copied_back == "trained"
+        )
+        self.always_dirty = self.choices & mask_of(
+            i for i, unit in enumerate(units) if unit.is_copied_back == "always"
+        )
 
     def size(self, mask: int) -> int:
         return self.sums(mask)[0]
 
     def _sums(self, mask: int) -> tuple[int, int, int]:
-        """Device bytes of these units, bytes that loading them copies, and the part of those that can arrive early."""
+        """Device bytes of these units, bytes that loading them copies, and the part of those that
+        can arrive early."""
         chosen = [self.units[i] for i in bits(mask)]
         early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
         return sum(unit.nbytes for unit in chosen), sum(unit.copied_bytes for unit in chosen), early
 
     def cost_of(self, found: list[int]) -> tuple[int, int]:
-        """Bytes that somebody waits for, and all bytes, of one cycle with these units on the device in each phase."""
+        """Bytes that somebody waits for, and all bytes, of one cycle with these units on the device
+        in each phase."""
         count, dirty, stall, total = len(found), self.trained | self.always_dirty, 0, 0
-        for index in range(2 * count):  # the first cycle only finds out what is dirty at the beginning of the second
+        # the first cycle only finds out what is dirty at the beginning of the second
+        for index in range(2 * count):
             now = index % count
             on, following = found[now], found[(now + 1) % count]
-            dirty = (dirty & found[now - 1] & on) | (self.steps[now].trained & self.trained) | (self.always_dirty & on)
+            dirty = (
+                (dirty & found[now - 1] & on)
+                | (self.steps[now].trained & self.trained)
+                | (self.always_dirty & on)
+            )
             if index >= count:
                 gone = self.sums(on & ~following & dirty)[1]
                 loaded, early = self.sums(following & ~on)[1:]
@@ -120,7 +148,8 @@ class _Problem:
 
 
 _Stay = tuple[int, tuple[int, ...]]
-"""A unit (as a mask) that may be kept on the device between two phases that need it, and the phases that it is kept through."""
+"""A unit (as a mask) that may be kept on the device between two phases that need it, and the phases
+that it is kept through."""
 
 
 def _stays(problem: _Problem) -> list[_Stay]:
@@ -133,9 +162,17 @@ def _stays(problem: _Problem) -> list[_Stay]:
             while not problem.steps[(before + 1 + length) % count].needed >> unit & 1:
                 length += 1
             if length and problem.steps[before].needed >> unit & 1:
-                is_dirty = (problem.steps[before].trained & problem.trained | problem.always_dirty) >> unit & 1
+                is_dirty = (
+                    problem.steps[before].trained & problem.trained | problem.always_dirty
+                ) >> unit & 1
                 between = tuple((before + 1 + i) % count for i in range(length))
-                found.append((length / (1 + is_dirty), -problem.units[unit].copied_bytes, (1 << unit, between)))
+                found.append(
+                    (
+                        length / (1 + is_dirty),
+                        -problem.units[unit].copied_bytes,
+                        (1 << unit, between),
+                    )
+                )
     return [stay for *_, stay in sorted(found)]
 
 
@@ -159,11 +196,14 @@ class Place(NamedTuple):
 
 
 class Course(NamedTuple):
-    """One cycle of phases. The same cycle has the same steps, whichever of its phases is the present one."""
+    """One cycle of phases. The same cycle has the same steps, whichever of its phases is the
+    present one."""
 
     steps: tuple[Step, ...]
     at: int  # the index of the present phase
-    next_use: tuple[int, ...]  # for each unit the number of phase transitions until a phase needs it again; `NEVER` if none does
+    # for each unit the number of phase transitions until a phase needs it again; `NEVER` if none
+    # does
+    next_use: tuple[int, ...]
 
 
 class Worker:
@@ -179,17 +219,32 @@ class Worker:
         self._plan_of = plan_of
         self.step = functools.cache(self._step)
         self.course = functools.lru_cache(_MOST_COURSES)(self._course)
-        having = [handle for handle in view.handles.values() if handle.built and not handle.external and handle.num_bytes]
+        having = [
+            handle
+            for handle in view.handles.values()
+            if handle.built and not handle.external and handle.num_bytes
+        ]
         found = [each for handle in having for each in _units_of(handle)]
         self.places = [place for place, _ in found]
         self.units = tuple(unit for _, unit in found)
-        self.of_handle = {name: sum(1 << i for i, place in enumerate(self.places) if place.name == name) for name in view.handles}
+        self.of_handle = {
+            name: sum(1 << i for i, place in enumerate(self.places) if place.name == name)
+            for name in view.handles
+        }
         """The units of each handle."""
 
     def under(self, plan: Plan) -> int:
-        whole = sum([units for name, units in self.of_handle.items() if units and plan.on_device(name)])
+        whole = sum(
+            [units for name, units in self.of_handle.items() if units and plan.on_device(name)]
+        )
         for name, tags in plan.parts.items():
-            whole &= ~sum([1 << i for i in bits(self.of_handle[name]) if (tag := self.places[i].tag) is not None and tag not in tags])
+            whole &= ~sum(
+                [
+                    1 << i
+                    for i in bits(self.of_handle[name])
+                    if (tag := self.places[i].tag) is not None and tag not in tags
+                ]
+            )
         return whole
 
     def present(self, view: View) -> int:
@@ -199,7 +254,13 @@ class Worker:
                 found |= self.of_handle[handle.name]
                 if handle.resident_tags and handle.tags:
                     away = handle.tags.keys() - handle.resident_tags
-                    found &= ~sum([1 << i for i in bits(self.of_handle[handle.name]) if self.places[i].tag in away])
+                    found &= ~sum(
+                        [
+                            1 << i
+                            for i in bits(self.of_handle[handle.name])
+                            if self.places[i].tag in away
+                        ]
+                    )
         return found
 
     def early(self, view: View) -> dict[int, int]:
@@ -214,17 +275,27 @@ class Worker:
         return sum([self.units[i].nbytes for i in bits(mask)])
 
     def _course(self, phases: tuple[str, ...]) -> Course:
-        """The cycle that begins with the present phase. Raises PolicyError where a phase is unknown."""
+        """The cycle that begins with the present phase. Raises PolicyError where a phase is
+        unknown."""
         steps = [self.step(name) for name in phases]
-        for _ in range(2):  # nothing leaves in a checkpoint, so the phase before it goes on; the first one may go on from the last
+        # nothing leaves in a checkpoint, so the phase before it goes on; the first one may go on
+        # from the last
+        for _ in range(2):
             for index, name in enumerate(phases):
                 if name == "checkpoint":
                     before = steps[index - 1]
-                    steps[index] = Step(self.step(name).needed | before.needed, before.trained, before.streamed)
-        period = next(n for n in range(1, len(steps) + 1) if len(steps) % n == 0 and steps == steps[:n] * (len(steps) // n))
+                    steps[index] = Step(
+                        self.step(name).needed | before.needed, before.trained, before.streamed
+                    )
+        period = next(
+            n
+            for n in range(1, len(steps) + 1)
+            if len(steps) % n == 0 and steps == steps[:n] * (len(steps) // n)
+        )
         shift = min(range(period), key=lambda i: steps[i:period] + steps[:i])
         next_use = [
-            next((d for d in range(1, period + 1) if steps[d % period].needed >> unit & 1), NEVER) for unit in range(len(self.units))
+            next((d for d in range(1, period + 1) if steps[d % period].needed >> unit & 1), NEVER)
+            for unit in range(len(self.units))
         ]
         return Course((*steps[shift:period], *steps[:shift]), -shift % period, tuple(next_use))
 
@@ -241,11 +312,27 @@ class Worker:
 
 def _units_of(handle: HandleView) -> list[tuple[Place, Unit]]:
     if handle.kind == "engine" and not handle.can_prefetch:
-        # It places its own memory: copies its weights, changed or not, and drops the rest. Counted in parts where all sizes are known.
+        # It places its own memory: copies its weights, changed or not, and drops the rest. Counted
+        # in parts where all sizes are known.
         if len(handle.tags) > 1 and sum(handle.tags.values()) == handle.num_bytes:
             sizes = {tag: nbytes for tag, nbytes in handle.tags.items() if nbytes}
             copied = {tag: nbytes if tag == "weights" else 0 for tag, nbytes in sizes.items()}
-            return [(Place(handle.name, tag), Unit(nbytes, copied[tag], False, "always")) for tag, nbytes in sizes.items()]
-        return [(Place(handle.name, None), Unit(handle.num_bytes, handle.tags.get("weights", handle.num_bytes), False, "always"))]
-    unit = Unit(handle.num_bytes, handle.num_bytes, handle.can_prefetch, "never" if handle.readonly else "trained")
+            return [
+                (Place(handle.name, tag), Unit(nbytes, copied[tag], False, "always"))
+                for tag, nbytes in sizes.items()
+            ]
+        return [
+            (
+                Place(handle.name, None),
+                Unit(
+                    handle.num_bytes, handle.tags.get("weights", handle.num_bytes), False, "always"
+                ),
+            )
+        ]
+    unit = Unit(
+        handle.num_bytes,
+        handle.num_bytes,
+        handle.can_prefetch,
+        "never" if handle.readonly else "trained",
+    )
     return [(Place(handle.name, None), unit)]

@@ -1,6 +1,8 @@
-"""What holds for every test: seeded, no settings from the caller's environment, GPU tests only where there is a GPU.
+"""What holds for every test: seeded, no settings from the caller's environment, GPU tests only
+where there is a GPU.
 
-A test against a framework that is not installed is skipped and says so, also where a rank of it has looked for the framework.
+A test against a framework that is not installed is skipped and says so, also where a rank of it has
+looked for the framework.
 """
 
 from __future__ import annotations
@@ -27,30 +29,40 @@ from tests.support.ranks import RankError, Ranks
 from tests.support.seeds import seed
 from tests.support.worker import Worker
 
-# Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
+# Several processes share few cores here, and torch's threads spin where they wait. Set before a
+# test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's stores look up the name of each peer, a loopback one too, and serve nobody in the meantime: 5 s where a name server does not
-# answer.
+# torch's stores look up the name of each peer, a loopback one too, and serve nobody in the
+# meantime: 5 s where a name server does not answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 torch.set_num_threads(1)
-# Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where that has room.
+# Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where
+# that has room.
 _MEMORY, _ROOM_BYTES = "/dev/shm", 1 << 30
-if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES:
+if (
+    "PYTEST_DEBUG_TEMPROOT" not in os.environ
+    and os.path.isdir(_MEMORY)
+    and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES
+):
     os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY
 
 COUNTED = "counted"
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
 _PACKAGES = (
-    "accelerate|bitsandbytes|datasets|deepspeed|dill|megatron|megatron_fsdp|multiprocess|omegaconf|pandas|peft|pyarrow|ray|tensordict|torchao|"
-    "trl|veomni|verl|xxhash"
+    "accelerate|bitsandbytes|datasets|deepspeed|dill|megatron|megatron_fsdp|multiprocess|omegaconf"
+    "|pandas|peft|pyarrow|ray|tensordict|torchao|trl|veomni|verl|xxhash"
 )
 _FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-durations", action="store_true", help="write how long each test file takes into tests/durations.json")
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long each test file takes into tests/durations.json",
+    )
     parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow")
 
 
@@ -64,7 +76,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    is_wanted = config.getoption("slow") or os.environ.get("SWEEP") == "all" or any("::" in each for each in config.args)
+    is_wanted = (
+        config.getoption("slow")
+        or os.environ.get("SWEEP") == "all"
+        or any("::" in each for each in config.args)
+    )
     slow = [] if is_wanted else [item for item in items if item.get_closest_marker("slow")]
     if slow:
         config.hook.pytest_deselected(items=slow)
@@ -73,13 +89,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    with contextlib.suppress(ImportError):  # it asks who refers to what it is given, which nobody can say of what is frozen
+    # it asks who refers to what it is given, which nobody can say of what is frozen
+    with contextlib.suppress(ImportError):
         importlib.import_module("hypothesis")
     _freeze()
 
 
 def _freeze() -> None:
-    """Collections in the tests look at what tests make, and not at what torch and a framework are made of: ten times as fast."""
+    """Collections in the tests look at what tests make, and not at what torch and a framework are
+    made of: ten times as fast."""
     if len(sys.modules) > _looked_at.get("modules", 0) + 20:
         gc.collect()
         gc.freeze()
@@ -114,7 +132,8 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Knows the managers of a test and of its fixtures. `pytest_pyfunc_call` checks them while those fixtures are still there.
+    """Knows the managers of a test and of its fixtures. `pytest_pyfunc_call` checks them while
+    those fixtures are still there.
 
     Tests on a GPU end by the fixtures of tests/gpu, which also look at what the driver says.
     """
@@ -128,7 +147,8 @@ def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Every test that has passed: its managers are in order, and nothing is left on their devices."""
+    """Every test that has passed: its managers are in order, and nothing is left on their
+    devices."""
     answer = yield
     if _WATCHED in pyfuncitem.stash:
         for manager in pyfuncitem.stash[_WATCHED].managers():
@@ -170,15 +190,23 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[Ranks]:
-    """One process with a process group of its own: what a framework does differently in a world of one."""
+    """One process with a process group of its own: what a framework does differently in a world of
+    one."""
     ranks = Ranks(1)
     yield ranks
     ranks.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind) if report.when == "call"]
-    lines = sorted({text for report in reports for name, text in report.user_properties if name == COUNTED})
+    reports = [
+        report
+        for kind in ("passed", "failed")
+        for report in terminalreporter.getreports(kind)
+        if report.when == "call"
+    ]
+    lines = sorted(
+        {text for report in reports for name, text in report.user_properties if name == COUNTED}
+    )
     if lines:
         terminalreporter.section("cases in each sweep")
         for line in lines:
@@ -192,4 +220,5 @@ def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("PLACEMENT_"):
             monkeypatch.delenv(name)
     seed(0)
-    torch.set_grad_enabled(True)  # a test that interrupts at every bytecode can hit torch's own switch
+    # a test that interrupts at every bytecode can hit torch's own switch
+    torch.set_grad_enabled(True)

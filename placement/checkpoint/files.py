@@ -1,4 +1,5 @@
-"""Save and load all handles of a manager: at once, or saved by another thread from host copies that it has locked for reading."""
+"""Save and load all handles of a manager: at once, or saved by another thread from host copies that
+it has locked for reading."""
 
 from __future__ import annotations
 
@@ -40,12 +41,19 @@ _PARTS: Mapping[str, type[Part]] = {"module": Model, "optimizer": Optimizer}
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A planner that loads `Model` and `Optimizer` parts into new host memory, so a checkpoint that does not fit changes nothing.
+    """A planner that loads `Model` and `Optimizer` parts into new host memory, so a checkpoint that
+    does not fit changes nothing.
 
-    It compares names, shapes and dtypes before anything is read. It takes from the checkpoint which state an optimizer had.
+    It compares names, shapes and dtypes before anything is read. It takes from the checkpoint which
+    state an optimizer had.
     """
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         assert metadata is not None
         _make_room(state_dict, (), metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -60,11 +68,19 @@ def _make_room(values: dict[str, Any], path: Path, metadata: Metadata) -> None:
             _make_room(value, (*path, str(key)), metadata)
 
 
-def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
-    """Save every module and optimizer that is not readonly, under its handle's name, with its present values. Nothing moves.
+def save(
+    manager: Manager,
+    path: str | os.PathLike[str],
+    *,
+    only: Iterable[str | Handle] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Save every module and optimizer that is not readonly, under its handle's name, with its
+    present values. Nothing moves.
 
-    Values of an offloaded handle are read from its host copy. Each rank writes its shards. A tensor that is not sharded is assumed to be
-    equal on all ranks, as in torch.distributed.checkpoint. Collective where torch.distributed is initialized.
+    Values of an offloaded handle are read from its host copy. Each rank writes its shards. A tensor
+    that is not sharded is assumed to be equal on all ranks, as in torch.distributed.checkpoint.
+    Collective where torch.distributed is initialized.
 
     Args:
         path: a directory.
@@ -72,107 +88,164 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         process_group: the ranks that save together; None: all.
 
     Raises:
-        CheckpointError: a handle cannot be saved like this (the message says how it can), or a write failed. Raised on every rank.
-        NotResidentError, BrokenHandleError: a handle named in `only` has no values.
+        CheckpointError: a handle cannot be saved like this (the message says how it can), or a
+        write failed. Raised on every rank. NotResidentError, BrokenHandleError: a handle named in
+        `only` has no values.
     """
     _require_manager(manager)
     with manager._stack.lock.transition():
         state = _collect(manager, only, process_group)
         with _torch_errors(f"saving to {os.fspath(path)!r}"):
-            torch_save(state, checkpoint_id=path, process_group=process_group, no_dist=not dist.is_initialized())
+            torch_save(
+                state,
+                checkpoint_id=path,
+                process_group=process_group,
+                no_dist=not dist.is_initialized(),
+            )
 
 
 def async_save(
-    manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None
+    manager: Manager,
+    path: str | os.PathLike[str],
+    *,
+    only: Iterable[str | Handle] | None = None,
+    process_group: Any = None,
 ) -> Future[None]:
-    """`save` in another thread. The saved values are those at the time of the call, whatever phases and steps follow.
+    """`save` in another thread. The saved values are those at the time of the call, whatever phases
+    and steps follow.
 
-    One write is not kept apart: an operation in place on a tensor of an offloaded handle's state dict goes into the host copy that the
-    thread is reading. Wait for the future before it, or write inside a phase. `load_state_dict` waits by itself.
+    One write is not kept apart: an operation in place on a tensor of an offloaded handle's state
+    dict goes into the host copy that the thread is reading. Wait for the future before it, or write
+    inside a phase. `load_state_dict` waits by itself.
 
-    The thread reads the host copies. Values that changed on the device are copied there first, which takes as long as in an offload.
-    Until the files are written, an offload of a saved handle waits, and so do `unregister` and `close`. A load, and training after it, do
-    not wait. State created since the last offload has no place in a host copy yet, so it is copied into new host memory.
+    The thread reads the host copies. Values that changed on the device are copied there first,
+    which takes as long as in an offload. Until the files are written, an offload of a saved handle
+    waits, and so do `unregister` and `close`. A load, and training after it, do not wait. State
+    created since the last offload has no place in a host copy yet, so it is copied into new host
+    memory.
 
-    Saves of one process are written one after the other. With several ranks they use a gloo group of their own.
+    Saves of one process are written one after the other. With several ranks they use a gloo group
+    of their own.
 
     Returns:
-        A future that is done when this rank's files and the metadata are written. If that failed, `result()` raises CheckpointError.
+        A future that is done when this rank's files and the metadata are written. If that failed,
+        `result()` raises CheckpointError.
     """
     _require_manager(manager)
     with manager._stack.lock.transition():
         with _together(process_group):
             for handle in _chosen(manager, only):
                 if handle.gathers is not None:
-                    raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
+                    raise CheckpointError(
+                        f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only="
+                    )
         state = _collect(manager, only, process_group)
-        group = _gloo_group(dist.group.WORLD if process_group is None else process_group) if dist.is_initialized() else None
+        group = (
+            _gloo_group(dist.group.WORLD if process_group is None else process_group)
+            if dist.is_initialized()
+            else None
+        )
         held = ExitStack()
 
         def write() -> None:
             try:
                 with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
-                    torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
-            except BaseException as error:  # logged, because the caller may never ask for the result
+                    torch_save(
+                        frozen, checkpoint_id=path, process_group=group, no_dist=group is None
+                    )
+            # logged, because the caller may never ask for the result
+            except BaseException as error:
                 logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
                 raise
 
         try:
-            with _together(process_group):  # or the writers of the others would wait for this rank's, and their next offloads for them
+            # or the writers of the others would wait for this rank's, and their next offloads for
+            # them
+            with _together(process_group):
                 for holding in filter(None, (manager.handles[name].holding for name in state)):
                     holding.mirror()
                     held.callback(holding.lend_host_copy().set)
-                frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
+                frozen = {
+                    name: _frozen(manager.handles[name], values) for name, values in state.items()
+                }
             return writer(os.getpid()).submit(write)
         except BaseException:
             held.close()
             raise
 
 
-def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
-    """Load what `save` saved, on any number of ranks, in every state. The host copy of an offloaded handle is written, and nothing moves.
+def load(
+    manager: Manager,
+    path: str | os.PathLike[str],
+    *,
+    only: Iterable[str | Handle] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Load what `save` saved, on any number of ranks, in every state. The host copy of an offloaded
+    handle is written, and nothing moves.
 
-    But what only an object's own code can load (extra state, a state dict that shows copies, an optimizer with a `load_state_dict` of its
-    own) is loaded by that code, on the device, in a phase `restore` that is opened for these handles.
+    But what only an object's own code can load (extra state, a state dict that shows copies, an
+    optimizer with a `load_state_dict` of its own) is loaded by that code, on the device, in a phase
+    `restore` that is opened for these handles.
 
-    On every rank everything is read into host memory and compared before the first value is written. A checkpoint that does not fit or
-    cannot be read leaves every handle of every rank unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same.
-    What an object's own code does is its own: where that raises, some of the object's values may be the saved ones.
-    Entries of the checkpoint that belong to other handles are ignored.
+    On every rank everything is read into host memory and compared before the first value is
+    written. A checkpoint that does not fit or cannot be read leaves every handle of every rank
+    unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same. What an
+    object's own code does is its own: where that raises, some of the object's values may be the
+    saved ones. Entries of the checkpoint that belong to other handles are ignored.
 
     Args:
-        only: the handles to load, or their names; None: every module and optimizer that is not readonly.
+        only: the handles to load, or their names; None: every module and optimizer that is not
+        readonly.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit, or an object's own code failed; the message names handle and key.
-        PhaseError: a handle is publishing its weights.
-        NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one that needs the device.
-        DeviceMemoryError: handles that need the device do not fit there together. Nothing was loaded: load fewer at once, with `only`.
+        CheckpointError: there is no checkpoint, or it does not fit, or an object's own code failed;
+        the message names handle and key. PhaseError: a handle is publishing its weights.
+        NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one
+        that needs the device. DeviceMemoryError: handles that need the device do not fit there
+        together. Nothing was loaded: load fewer at once, with `only`.
     """
     _require_manager(manager)
     parts: dict[str, Part] = {}
     with manager._stack.lock.transition():
-        writer(os.getpid()).submit(lambda: None).result()  # until everything that was saved so far is written, or has failed
+        # until everything that was saved so far is written, or has failed
+        writer(os.getpid()).submit(lambda: None).result()
         with _together(process_group) as away:
             metadata = _metadata(path)
             for handle in _chosen(manager, only):
-                if handle.is_built or only is not None or any(True for _ in under(metadata, (handle.name,))):
+                if (
+                    handle.is_built
+                    or only is not None
+                    or any(True for _ in under(metadata, (handle.name,)))
+                ):
                     part = parts[handle.name] = _part(handle)
                     part.require_writable()
                     if is_off(handle) and part.needs_device() is not None:
                         away += [handle.name, *(owner.name for owner in handle.owners)]
-    with manager.phase("restore", only=dict.fromkeys(away)) if away else nullcontext(), manager._stack.lock.transition():
+    with (
+        manager.phase("restore", only=dict.fromkeys(away)) if away else nullcontext(),
+        manager._stack.lock.transition(),
+    ):
         with _together(process_group):
             given: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         with _torch_errors(f"loading from {os.fspath(path)!r}", lambda: _truncated(path, metadata)):
-            torch_load(given, checkpoint_id=path, planner=LoadPlanner(), process_group=process_group, no_dist=not dist.is_initialized())
+            torch_load(
+                given,
+                checkpoint_id=path,
+                planner=LoadPlanner(),
+                process_group=process_group,
+                no_dist=not dist.is_initialized(),
+            )
         with _together(process_group):
-            changes = [change for name, part in parts.items() for change in part.prepare(given[name])]
+            changes = [
+                change for name, part in parts.items() for change in part.prepare(given[name])
+            ]
         apply(changes, _together(process_group))
 
 
 def _require_manager(given: object) -> None:
-    from placement.manager import Manager  # here, so that `placement.checkpoint` alone does not import it
+    # here, so that `placement.checkpoint` alone does not import it
+    from placement.manager import Manager
 
     if not isinstance(given, Manager):
         name = getattr(given, "name", None)
@@ -182,7 +255,10 @@ def _require_manager(given: object) -> None:
 
 def _part(handle: Handle) -> Part:
     if handle.kind not in _PARTS:
-        raise CheckpointError(f"{handle.name!r} has kind {handle.kind} and nothing to save: its weights belong to another handle")
+        raise CheckpointError(
+            f"{handle.name!r} has kind {handle.kind} and nothing to save: its weights belong to "
+            "another handle"
+        )
     return _PARTS[handle.kind](handle)
 
 
@@ -190,18 +266,27 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
     try:
         return FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"there is no complete checkpoint in {os.fspath(path)!r}: {error}") from error
+        raise CheckpointError(
+            f"there is no complete checkpoint in {os.fspath(path)!r}: {error}"
+        ) from error
 
 
 def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
     names = names_of(only)
     if names is not None:
         return [manager._stack.known(name) for name in dict.fromkeys(names)]
-    return [handle for handle in manager.handles.values() if handle.kind in _PARTS and not handle.readonly]
+    return [
+        handle
+        for handle in manager.handles.values()
+        if handle.kind in _PARTS and not handle.readonly
+    ]
 
 
-def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_group: Any) -> dict[str, Shown]:
-    """The state dicts to save, by handle name. If one rank cannot give its own, every rank raises."""
+def _collect(
+    manager: Manager, only: Iterable[str | Handle] | None, process_group: Any
+) -> dict[str, Shown]:
+    """The state dicts to save, by handle name. If one rank cannot give its own, every rank
+    raises."""
     found: dict[str, Shown] = {}
     with _together(process_group) as facts:
         for handle in _chosen(manager, only):
@@ -212,17 +297,25 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
                 if handle.holding is not None and handle.holding.on_device:
                     handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
-    several = {key for each in facts for key, ranks in each.items() if any(other.get(key, ranks) != ranks for other in facts)}
+    several = {
+        key
+        for each in facts
+        for key, ranks in each.items()
+        if any(other.get(key, ranks) != ranks for other in facts)
+    }
     if several:
         with _together(process_group) as facts:
-            facts.append({key: _shard(value) for key, value in _on_own_meshes(found) if key in several})
+            facts.append(
+                {key: _shard(value) for key, value in _on_own_meshes(found) if key in several}
+            )
         _refuse_experts(facts)
     return found
 
 
 @contextmanager
 def _together(process_group: Any) -> Iterator[list[Any]]:
-    """A block that must succeed on every rank, or every rank raises. Each rank gets the facts that all of them append to the list."""
+    """A block that must succeed on every rank, or every rank raises. Each rank gets the facts that
+    all of them append to the list."""
     facts: list[Any] = []
     error: Exception | None = None
     try:
@@ -231,7 +324,9 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
         error = raised
     if dist.is_initialized():
         told: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(told, (None if error is None else _said(error), facts), group=process_group)
+        dist.all_gather_object(
+            told, (None if error is None else _said(error), facts), group=process_group
+        )
         if error is None:
             for rank, (reason, _) in enumerate(told):
                 if reason is not None:
@@ -243,22 +338,30 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
 
 @contextmanager
 def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
-    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. `find` returns further details of a failure."""
+    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. `find`
+    returns further details of a failure."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
         reasons = {rank: failure[0] for rank, failure in error.failures.items()}
-        first = next((reason for reason in reasons.values() if isinstance(reason, PlacementError)), None)
-        detail = str(first) if first is not None else "; ".join(f"rank {rank}: {_said(reason)}" for rank, reason in reasons.items())
+        first = next(
+            (reason for reason in reasons.values() if isinstance(reason, PlacementError)), None
+        )
+        detail = (
+            str(first)
+            if first is not None
+            else "; ".join(f"rank {rank}: {_said(reason)}" for rank, reason in reasons.items())
+        )
         raise CheckpointError(f"{what} failed: {detail}{find()}") from error
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{what} failed: {_said(error)}{find()}") from error
 
 
 def _said(error: BaseException) -> str:
-    """The text of an exception, or its type's name where the text is empty (unpickling a truncated file)."""
+    """The text of an exception, or its type's name where the text is empty (unpickling a truncated
+    file)."""
     return str(error).rstrip(".") or type(error).__name__
 
 
@@ -272,38 +375,53 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     for name, end in ends.items():
         size = os.path.getsize(file) if os.path.exists(file := os.path.join(path, name)) else None
         if size is None or size < end:
-            found.append(f"{name} " + ("is missing" if size is None else f"ends after {size:,} of {end:,} bytes"))
+            found.append(
+                f"{name} "
+                + ("is missing" if size is None else (f"ends after {size:,} of {end:,} bytes"))
+            )
     return f". Damaged files: {', '.join(found)}" if found else ""
 
 
 def _frozen(handle: Handle, values: Shown) -> Any:
-    """A copy of a handle's state dict that does not change. Its tensors use the host copy, or new host memory where that has no place."""
+    """A copy of a handle's state dict that does not change. Its tensors use the host copy, or new
+    host memory where that has no place."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def frozen(part: torch.Tensor) -> torch.Tensor:
         shown = handle.storage.read_host(part, storages)
         return part.detach().to("cpu", copy=True) if shown is None else shown
 
-    return copy.deepcopy(values, {id(tensor): rewrapped(tensor.detach(), frozen) for _, tensor in nested_tensors(values, "")})
+    return copy.deepcopy(
+        values,
+        {
+            id(tensor): rewrapped(tensor.detach(), frozen)
+            for _, tensor in nested_tensors(values, "")
+        },
+    )
 
 
 @functools.cache
 def writer(pid: int) -> ThreadPoolExecutor:
-    """The writing thread of a process. There is only one, so that every rank writes in the order of its calls."""
+    """The writing thread of a process. There is only one, so that every rank writes in the order of
+    its calls."""
     return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
 
 
 @functools.cache
 def _gloo_group(process_group: Any) -> Any:
-    """A gloo group of the same ranks, for the thread's collectives. The first call is collective."""
-    return dist.new_group(dist.get_process_group_ranks(process_group), backend="gloo", use_local_synchronization=True)
+    """A gloo group of the same ranks, for the thread's collectives. The first call is
+    collective."""
+    return dist.new_group(
+        dist.get_process_group_ranks(process_group), backend="gloo", use_local_synchronization=True
+    )
 
 
 # --- tensors of one name on several device meshes
 #
-# Ranks of different meshes may hold the same values (replicas: FSDP2 over one dimension of a two-dimensional mesh, without tensor
-# parallelism along the other) or different ones (experts that expert parallelism splits by name). torch.distributed.checkpoint treats
-# both alike: it writes one mesh's values, and would lose experts. Only the values tell the cases apart.
+# Ranks of different meshes may hold the same values (replicas: FSDP2 over one dimension of a
+# two-dimensional mesh, without tensor parallelism along the other) or different ones (experts that
+# expert parallelism splits by name). torch.distributed.checkpoint treats both alike: it writes one
+# mesh's values, and would lose experts. Only the values tell the cases apart.
 
 
 def _on_own_meshes(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -311,7 +429,9 @@ def _on_own_meshes(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
     for key, value in found.items():
         if isinstance(value, Mapping):
             yield from _on_own_meshes(value, f"{prefix}{key}.")
-        elif (mesh := getattr(value, "device_mesh", None)) is not None and mesh.size() < dist.get_world_size():
+        elif (
+            mesh := getattr(value, "device_mesh", None)
+        ) is not None and mesh.size() < dist.get_world_size():
             yield f"{prefix}{key}", value
 
 
@@ -320,7 +440,8 @@ def _ranks(tensor: Any) -> tuple[int, ...]:
 
 
 def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
-    """A rank's shard, to compare with the shards of another mesh: the ranks of its mesh, its place in the mesh, and a digest."""
+    """A rank's shard, to compare with the shards of another mesh: the ranks of its mesh, its place
+    in the mesh, and a digest."""
     digest = hashlib.blake2b(digest_size=16)
     for _, part in parts_of(tensor._local_tensor, ""):
         digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
@@ -331,7 +452,8 @@ def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
 
 
 def _refuse_experts(facts: Iterable[Mapping[str, tuple[tuple[int, ...], str, bytes]]]) -> None:
-    """Raise CheckpointError unless every mesh of a tensor has the same bytes at the same places. Gives the same result on every rank."""
+    """Raise CheckpointError unless every mesh of a tensor has the same bytes at the same places.
+    Gives the same result on every rank."""
     found: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
     for each in facts:
         for key, (ranks, place, digest) in each.items():
@@ -340,7 +462,8 @@ def _refuse_experts(facts: Iterable[Mapping[str, tuple[tuple[int, ...], str, byt
         (first, wanted), *others = by_mesh.items()
         for ranks in (ranks for ranks, shards in others if shards != wanted):
             raise CheckpointError(
-                f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would write only "
-                "one of them (experts split by expert parallelism). Save it with its framework's checkpoint, and leave it out here with "
-                "only=. Nothing was written."
+                f"{key} is sharded over ranks {first} and over {ranks}, with other values: "
+                "torch.distributed.checkpoint would write only one of them (experts split by "
+                "expert parallelism). Save it with its framework's checkpoint, and leave it out "
+                "here with only=. Nothing was written."
             )

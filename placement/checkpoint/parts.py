@@ -1,10 +1,12 @@
-"""The parts of a checkpoint: a handle's values by parameter names, read and written where they are now.
+"""The parts of a checkpoint: a handle's values by parameter names, read and written where they are
+now.
 
-While a handle is offloaded, its host copy is read and written, and nothing moves. Values that only the object's own code can load
-need the object on the device.
+While a handle is offloaded, its host copy is read and written, and nothing moves. Values that only
+the object's own code can load need the object on the device.
 
-Values are written by changes. A change is a context manager: its beginning does everything that can fail, and its end writes into memory
-that exists already. After an error between the two, the handle is as it was, unless its own code has loaded it.
+Values are written by changes. A change is a context manager: its beginning does everything that can
+fail, and its end writes into memory that exists already. After an error between the two, the handle
+is as it was, unless its own code has loaded it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
 from placement.core.states import State
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_off
-from placement.tensors.plain import SEQUENCES, local_device, parts_of, rewrapped, with_fields, with_parts
+from placement.tensors.plain import (
+    SEQUENCES,
+    local_device,
+    parts_of,
+    rewrapped,
+    with_fields,
+    with_parts,
+)
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -35,7 +48,8 @@ Path = tuple[str | int, ...]  # keys of a checkpoint, from the outermost dict in
 
 
 class Shown(dict[str, Any]):
-    """The state dict of a part. It knows its part, so that a planner can read into fresh tensors instead of the handle's own."""
+    """The state dict of a part. It knows its part, so that a planner can read into fresh tensors
+    instead of the handle's own."""
 
     def __init__(self, part: Part, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -57,16 +71,24 @@ class Part(abc.ABC):
 
     def __init__(self, handle: Handle) -> None:
         if not hasattr(handle, "kind"):
-            raise TypeError(f"{type(self).__name__} takes the handle that register() has returned, not a {type(handle).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} takes the handle that register() has returned, not a "
+                f"{type(handle).__name__}"
+            )
         if handle.kind != self.kind:
-            raise TypeError(f"{handle.name!r} has kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
+            raise TypeError(
+                f"{handle.name!r} has kind {handle.kind}; {type(self).__name__} takes handles of "
+                f"kind {self.kind}"
+            )
         self.handle = handle
 
     @abc.abstractmethod
     def state_dict(self) -> Shown:
-        """The present values, under the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them.
+        """The present values, under the names that torch's `get_model_state_dict` and
+        `get_optimizer_state_dict` give them.
 
-        The tensors follow the handle when it moves. Nothing moves for the call, and no optimizer steps.
+        The tensors follow the handle when it moves. Nothing moves for the call, and no optimizer
+        steps.
 
         Raises:
             NotResidentError: the handle's object is not built yet, or gone.
@@ -76,18 +98,22 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def template(self, path: Path, metadata: Metadata) -> Read:
-        """The entries to read for the part at `path` of the checkpoint, in new host memory. CheckpointError where they do not fit."""
+        """The entries to read for the part at `path` of the checkpoint, in new host memory.
+        CheckpointError where they do not fit."""
 
     @abc.abstractmethod
     def needs_device(self) -> str | None:
-        """Why values can be loaded only while the object is on the device; None if they can be loaded in every state."""
+        """Why values can be loaded only while the object is on the device; None if they can be
+        loaded in every state."""
 
     @abc.abstractmethod
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
-        """Check values that are to replace the handle's. Changes nothing. Raises the errors of `load_state_dict`."""
+        """Check values that are to replace the handle's. Changes nothing. Raises the errors of
+        `load_state_dict`."""
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Replace the handle's values where they are now, in the host copy while it is offloaded. Nothing moves.
+        """Replace the handle's values where they are now, in the host copy while it is offloaded.
+        Nothing moves.
 
         Tensor objects, addresses, aliases and an optimizer's keys stay the same.
 
@@ -103,15 +129,23 @@ class Part(abc.ABC):
         handle = self.handle
         if handle.gathers is not None:
             raise CheckpointError(
-                f"{handle.name!r}: {handle.gathers}, so torch must load it. Inside manager.phase('restore'): state = {{{handle.name!r}: "
-                f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.load(state, "
-                f"checkpoint_id=path), set_{self.noun}_state_dict(...). Leave it out here with only="
+                f"{handle.name!r}: {handle.gathers}, so torch must load it. Inside "
+                f"manager.phase('restore'): state = {{{handle.name!r}: "
+                f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, "
+                "torch.distributed.checkpoint.load(state, checkpoint_id=path), "
+                f"set_{self.noun}_state_dict(...). Leave it out here with only="
             )
         self._object()
         if handle.readonly:
-            raise CheckpointError(f"{handle.name!r} is readonly: load its values before you register it, or leave it out with only=")
+            raise CheckpointError(
+                f"{handle.name!r} is readonly: load its values before you register it, or leave it "
+                "out with only="
+            )
         if handle.state is State.SYNCING:
-            raise PhaseError(f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: published weights must not be written")
+            raise PhaseError(
+                f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: published weights "
+                "must not be written"
+            )
 
     def _object(self) -> Any:
         handle = self.handle
@@ -129,31 +163,44 @@ class Part(abc.ABC):
     def _require_resident(self) -> None:
         if is_off(self.handle) and (why := self.needs_device()) is not None:
             raise NotResidentError(
-                f"{self.handle.name!r}: {why}, so it can be loaded only inside a phase that has it on the device, such as "
-                "manager.phase('restore')"
+                f"{self.handle.name!r}: {why}, so it can be loaded only inside a phase that has it "
+                "on the device, such as manager.phase('restore')"
             )
 
     def _error(self, key: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self.handle.name!r}: {key} {what}. The handle was not changed.")
 
-    def _fits(self, key: str, live: torch.Tensor, size: torch.Size, dtype: torch.dtype, where: str) -> None:
-        for what, here, there in (("shape", tuple(live.shape), tuple(size)), ("dtype", live.dtype, dtype)):
+    def _fits(
+        self, key: str, live: torch.Tensor, size: torch.Size, dtype: torch.dtype, where: str
+    ) -> None:
+        for what, here, there in (
+            ("shape", tuple(live.shape), tuple(size)),
+            ("dtype", live.dtype, dtype),
+        ):
             if here != there:
                 raise self._error(key, f"has {what} {there} in the {where}, but {here} here")
 
     def _check(self, key: str, live: torch.Tensor, new: Any) -> None:
         """Raise unless the tensor `new` can be copied over the tensor `live`."""
         if not isinstance(new, torch.Tensor):
-            raise self._error(key, f"is a {type(new).__name__} in the state dict, but a tensor here")
+            raise self._error(
+                key, f"is a {type(new).__name__} in the state dict, but a tensor here"
+            )
         self._fits(key, live, new.shape, new.dtype, "state dict")
         if form(live) != form(new):
             raise self._error(key, "is sharded otherwise in the state dict than here")
         for _, part in parts_of(live, ""):
-            if any(size > 1 and stride == 0 for size, stride in zip(part.size(), part.stride(), strict=True)):
-                raise self._error(key, "has several elements at one address (expand), so it cannot be written")
+            if any(
+                size > 1 and stride == 0
+                for size, stride in zip(part.size(), part.stride(), strict=True)
+            ):
+                raise self._error(
+                    key, "has several elements at one address (expand), so it cannot be written"
+                )
 
     def _saved_like(self, key: str, live: torch.Tensor, saved: Any) -> torch.Tensor:
-        """Host memory for a saved tensor, after checking that it fits a live one. Reads nothing and calls no collective."""
+        """Host memory for a saved tensor, after checking that it fits a live one. Reads nothing and
+        calls no collective."""
         if not isinstance(saved, TensorStorageMetadata):
             raise self._error(key, "is not a tensor in the checkpoint, but is one here")
         self._fits(key, live, saved.size, saved.properties.dtype, "checkpoint")
@@ -162,7 +209,8 @@ class Part(abc.ABC):
 
 
 class Model(Part):
-    """A module handle for torch.distributed.checkpoint: `{"model": placement.checkpoint.Model(actor)}`."""
+    """A module handle for torch.distributed.checkpoint: `{"model":
+    placement.checkpoint.Model(actor)}`."""
 
     kind = "module"
     noun = "model"
@@ -174,7 +222,8 @@ class Model(Part):
                 found = get_model_state_dict(module)
             except (AssertionError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its handle.state_dict(), or use its framework"
+                    f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its "
+                    "handle.state_dict(), or use its framework"
                 ) from error
         for name, value in found.items():
             refuse_own_cuts(self.handle, name, value)
@@ -186,14 +235,21 @@ class Model(Part):
         for rest, saved in under(metadata, path):
             key = str(rest[0])
             if key not in live:
-                raise self._error(".".join(map(str, rest)), "is in the checkpoint, but the module has no such parameter or buffer")
+                raise self._error(
+                    ".".join(map(str, rest)),
+                    "is in the checkpoint, but the module has no such parameter or buffer",
+                )
             if _is_extra(key):  # may have any shape, and may be flattened into several entries
                 set_element(found, rest, fresh(saved))
             else:
                 found[key] = self._saved_like(key, live[key], saved)
         for key in live:
             if key not in found and not _is_extra(key):
-                raise self._error(key, f"is not in the checkpoint, which has {some(found)} for {'.'.join(map(str, path))!r}")
+                raise self._error(
+                    key,
+                    f"is not in the checkpoint, which has {some(found)} for "
+                    f"{'.'.join(map(str, path))!r}",
+                )
         return Read(found)
 
     def prepare(self, given: Mapping[str, Any]) -> list[Change]:
@@ -211,36 +267,58 @@ class Model(Part):
         if self.needs_device() is None:
             return [write(self.handle, [(value, given[key]) for key, value in live.items()])]
         options = StateDictOptions(strict=False)
-        return [load_by_itself(self.handle, lambda: set_model_state_dict(self.handle.object, dict(given), options=options))]
+        return [
+            load_by_itself(
+                self.handle,
+                lambda: set_model_state_dict(self.handle.object, dict(given), options=options),
+            )
+        ]
 
     def needs_device(self) -> str | None:
         shown = self.state_dict()
         if extra := {key: None for key in shown if _is_extra(key)}:
             return f"only the module itself can load its extra state ({some(extra)})"
-        return None if self._is_own(shown) else "its state dict shows copies (a hook, an overridden state_dict())"
+        return (
+            None
+            if self._is_own(shown)
+            else ("its state dict shows copies (a hook, an overridden state_dict())")
+        )
 
     def _is_own(self, shown: Mapping[str, Any]) -> bool:
-        """Whether the tensors of a state dict are the handle's own memory, so that writing to them counts."""
+        """Whether the tensors of a state dict are the handle's own memory, so that writing to them
+        counts."""
         assert self.handle.adapter is not None
         module: torch.nn.Module = self.handle.object
         moved = (owned.tensor for owned in self.handle.adapter.owned() if not owned.transient)
-        tensors = itertools.chain(moved, module.parameters(), module.buffers())  # some stay on the CPU on purpose
-        addresses = {part.untyped_storage().data_ptr() for tensor in tensors for _, part in parts_of(tensor, "")}
+        # some stay on the CPU on purpose
+        tensors = itertools.chain(moved, module.parameters(), module.buffers())
+        addresses = {
+            part.untyped_storage().data_ptr()
+            for tensor in tensors
+            for _, part in parts_of(tensor, "")
+        }
         parts = (part for value in shown.values() for _, part in parts_of(value, ""))
         return all(
-            part.numel() == 0 or part.untyped_storage().data_ptr() in addresses or self.handle.storage.has_place(part) for part in parts
+            part.numel() == 0
+            or part.untyped_storage().data_ptr() in addresses
+            or self.handle.storage.has_place(part)
+            for part in parts
         )
 
 
 def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == "_extra_state"  # which a module saves beside its tensors (`get_extra_state`)
+    # which a module saves beside its tensors (`get_extra_state`)
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
     """The checkpoint's entries below a path: the rest of each entry's path, and its metadata."""
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):
-        raise CheckpointError("the checkpoint was written without flatten_state_dict, so its entries cannot be matched with handles")
+        raise CheckpointError(
+            "the checkpoint was written without flatten_state_dict, so its entries cannot be "
+            "matched with handles"
+        )
     for key, found in paths.items():
         if tuple(found[: len(path)]) == path:
             yield tuple(found[len(path) :]), metadata.state_dict_metadata[key]
@@ -248,7 +326,11 @@ def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def fresh(saved: Any) -> torch.Tensor | None:
     """New host memory for a saved tensor; None for another value."""
-    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if isinstance(saved, TensorStorageMetadata) else None
+    return (
+        torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        if isinstance(saved, TensorStorageMetadata)
+        else None
+    )
 
 
 def some(names: Mapping[str, Any]) -> str:
@@ -258,19 +340,27 @@ def some(names: Mapping[str, Any]) -> str:
 def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
     if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
         raise CheckpointError(
-            f"{handle.name!r}: {name} is sharded by its framework's own scheme: save it with the framework's checkpoint, and leave it "
-            "out here with only="
+            f"{handle.name!r}: {name} is sharded by its framework's own scheme: save it with the "
+            "framework's checkpoint, and leave it out here with only="
         )
 
 
 Change = AbstractContextManager[None]  # checked values on their way into one handle
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors of a handle that are written in place, as a state dict shows them, and their new values."""
+"""Tensors of a handle that are written in place, as a state dict shows them, and their new
+values."""
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
-    """Make all changes, or none if one cannot be begun. The context `agreed` raises at its end if another rank could not begin its own."""
-    with without_modes(), torch.inference_mode(False), torch.no_grad(), ExitStack() as begun, agreed or nullcontext():
+    """Make all changes, or none if one cannot be begun. The context `agreed` raises at its end if
+    another rank could not begin its own."""
+    with (
+        without_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        ExitStack() as begun,
+        agreed or nullcontext(),
+    ):
         for change in changes:
             begun.enter_context(change)
 
@@ -291,25 +381,45 @@ def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None
 
 @contextmanager
 def load_by_itself(handle: Handle, load: Callable[[], object]) -> Iterator[None]:
-    """A change by the own code of an object that is on the device. Where that raises, some values may be the new ones."""
+    """A change by the own code of an object that is on the device. Where that raises, some values
+    may be the new ones."""
     try:
         load()
     except Exception as error:
-        what = f"{handle.name!r} was being loaded by its own code, which raised {type(error).__name__}: {error}"
-        raise CheckpointError(f"{what}. Some of its values may be the saved ones: load it anew") from error
+        what = (
+            f"{handle.name!r} was being loaded by its own code, which raised "
+            f"{type(error).__name__}: {error}"
+        )
+        raise CheckpointError(
+            f"{what}. Some of its values may be the saved ones: load it anew"
+        ) from error
     yield
 
 
 @contextmanager
 def replace_state(
-    handle: Handle, copies: Copies, optimizer: Any, entries: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
+    handle: Handle,
+    copies: Copies,
+    optimizer: Any,
+    entries: Mapping[Any, Any],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    is_ours: bool,
 ) -> Iterator[None]:
-    """A change of an optimizer's state that keeps its keys and tensors, places new state, and removes entries that were not saved.
-    `entries` has the live tensors where those stay. With `is_ours` the new tensors, which nothing else uses, may become the state."""
+    """A change of an optimizer's state that keeps its keys and tensors, places new state, and
+    removes entries that were not saved. `entries` has the live tensors where those stay. With
+    `is_ours` the new tensors, which nothing else uses, may become the state."""
     state, before = optimizer.state, dict(optimizer.state)
-    settings = {id(p): saved for group, saved in zip(optimizer.param_groups, groups, strict=True) for p in group["params"]}
+    settings = {
+        id(p): saved
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for p in group["params"]
+    }
     with write(handle, copies, lambda: _take_settings(optimizer, groups)):
-        placed = {key: _placed(handle, optimizer, key, entry, settings.get(id(key), {}), is_ours) for key, entry in entries.items()}
+        placed = {
+            key: _placed(handle, optimizer, key, entry, settings.get(id(key), {}), is_ours)
+            for key, entry in entries.items()
+        }
         try:
             state.clear()
             state.update(placed)
@@ -321,8 +431,16 @@ def replace_state(
             raise
 
 
-def _placed(handle: Handle, optimizer: Any, parameter: Any, entry: Any, settings: Mapping[str, Any], is_ours: bool) -> Any:
-    """A parameter's state, with new tensors on its device, or on the host for an offloaded handle, which adopts them from there."""
+def _placed(
+    handle: Handle,
+    optimizer: Any,
+    parameter: Any,
+    entry: Any,
+    settings: Mapping[str, Any],
+    is_ours: bool,
+) -> Any:
+    """A parameter's state, with new tensors on its device, or on the host for an offloaded handle,
+    which adopts them from there."""
     if not isinstance(parameter, torch.Tensor) or not isinstance(entry, Mapping):
         return entry
     live = {id(each) for each in optimizer.state.get(parameter, {}).values()}
@@ -330,7 +448,11 @@ def _placed(handle: Handle, optimizer: Any, parameter: Any, entry: Any, settings
     assert isinstance(adapter, OptimizerAdapter)
 
     def place(key: Any, value: Any) -> Any:
-        home = host if adapter.is_counter(optimizer, str(key), settings, value) else local_device(parameter)
+        home = (
+            host
+            if adapter.is_counter(optimizer, str(key), settings, value)
+            else local_device(parameter)
+        )
 
         def to_home(part: torch.Tensor) -> torch.Tensor:
             return part.to(host if off and part.numel() else home, copy=not is_ours)
@@ -343,14 +465,19 @@ def _placed(handle: Handle, optimizer: Any, parameter: Any, entry: Any, settings
 def _take_settings(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in settings_of(saved).items():
-            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor) and group[key].shape == value.shape:
+            if (
+                isinstance(group.get(key), torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and group[key].shape == value.shape
+            ):
                 group[key].copy_(value)  # a CUDA graph may hold this tensor
             else:
                 group[key] = copy.deepcopy(value)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, without its parameters and their names (which later versions of torch list too)."""
+    """The settings of a parameter group, without its parameters and their names (which later
+    versions of torch list too)."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -358,14 +485,21 @@ def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False) -> Any:
-    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them. A tensor
-    in an object (`is_inside`) is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages hold.
-    Objects inside that one are left as they are."""
+def mapped(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False
+) -> Any:
+    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes
+    of objects in them. A tensor in an object (`is_inside`) is copied to memory of its own: the
+    object is saved as a whole, with all that its tensors' storages hold. Objects inside that one
+    are left as they are."""
     if isinstance(value, torch.Tensor):
         return rewrapped(change(value), torch.clone) if is_inside else change(value)
     if isinstance(value, Mapping):
         return {key: mapped(each, change, is_inside=is_inside) for key, each in value.items()}
     if isinstance(value, SEQUENCES):
         return with_parts(value, (mapped(each, change, is_inside=is_inside) for each in value))
-    return value if is_inside else with_fields(value, lambda each: mapped(each, change, is_inside=True))
+    return (
+        value
+        if is_inside
+        else with_fields(value, lambda each: mapped(each, change, is_inside=True))
+    )

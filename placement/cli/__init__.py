@@ -1,4 +1,5 @@
-"""The command `placement`. A module of this package has `add_NAME(parser)` for each of its subcommands: its arguments, and what it runs."""
+"""The command `placement`. A module of this package has `add_NAME(parser)` for each of its
+subcommands: its arguments, and what it runs."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ _MODULES = {"dashboards": "workers", "explain": "plan", "status": "workers", "tr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit status: 0, 1 when the command failed, 2 for a mistake on the command line."""
+    """Run one subcommand. Returns the exit status: 0, 1 when the command failed, 2 for a mistake on
+    the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="placement", description="Manage and show which models are on the GPU in RL post-training.")
+    parser = argparse.ArgumentParser(
+        prog="placement",
+        description="Manage and show which models are on the GPU in RL post-training.",
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
@@ -38,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"placement {__version__}")
     parsed = parser.parse_args(words)
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script does not search the working directory for policies and optimizers of the user's
+        # a console script does not search the working directory for policies and optimizers of the
+        # user's
+        sys.path.append(os.getcwd())
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes at its end
+        # else the interpreter complains when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130  # as shells say it
@@ -56,5 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def port(text: str) -> int:
     """A port on the command line; 0 takes a free one."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 1 to 65535, or 0 for a free one")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port; write a number from 1 to 65535, or 0 for a free one"
+        )
     return int(text)

@@ -1,4 +1,5 @@
-"""`placement demo`: a real GRPO job, small enough for two CPU cores, with a report of what was on the device."""
+"""`placement demo`: a real GRPO job, small enough for two CPU cores, with a report of what was on
+the device."""
 
 from __future__ import annotations
 
@@ -34,23 +35,44 @@ _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for 
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if available), simulated, or cuda:N")
-    parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        type=_device_name,
+        help="auto (CUDA if available), simulated, or cuda:N",
+    )
+    parser.add_argument(
+        "--policy", default="colocated", help="an entry point's name or package.module:Class"
+    )
     parser.add_argument("--steps", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
-    parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit")
+    parser.add_argument(
+        "--serve",
+        type=port,
+        metavar="PORT",
+        help="serve /metrics, /healthz and /state while the demo runs (0: any port)",
+    )
+    parser.add_argument(
+        "--no-placement",
+        action="store_true",
+        help="run the same loop with everything resident, for comparison",
+    )
+    parser.add_argument(
+        "--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit"
+    )
     parser.set_defaults(run=run)
 
 
 def _device_name(text: str) -> str:
-    """The name of a device; for "auto" that of CUDA if it is available, else of the simulated one."""
+    """The name of a device; for "auto" that of CUDA if it is available, else of the simulated
+    one."""
     available = torch.cuda.is_available()
     if not re.fullmatch(r"auto|simulated|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not auto, simulated or cuda:N")
     if text.startswith("cuda") and not available:
-        raise argparse.ArgumentTypeError(f"torch sees no CUDA device for {text!r}; --device simulated runs anywhere")
+        raise argparse.ArgumentTypeError(
+            f"torch sees no CUDA device for {text!r}; --device simulated runs anywhere"
+        )
     return text if text != "auto" else "cuda:0" if available else "simulated"
 
 
@@ -72,17 +94,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the job, with or without a manager. Returns 0 when it ran and the audit found nothing."""
     recipe, tokenizer = Recipe(steps=arguments.steps, seed=arguments.seed), Characters()
     actor = build_actor(tokenizer, arguments.seed)
-    print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
+    print(
+        f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} "
+        f"parameters, {recipe.steps} steps"
+    )
     name, model_bytes = arguments.device, sum(parameter.nbytes for parameter in actor.parameters())
     with repeatable():
         if arguments.no_placement:
-            worker = make_worker(actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe)
+            worker = make_worker(
+                actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe
+            )
             result = train(worker, EverythingResident(worker.device))
-            result |= {"weights_sha256": digest_of(actor.state_dict()), "placement": False, "device": str(worker.device), "ok": True}
+            result |= {
+                "weights_sha256": digest_of(actor.state_dict()),
+                "placement": False,
+                "device": str(worker.device),
+                "ok": True,
+            }
         else:
             device: Device
-            if name == "simulated":  # with room for training (actor, two moments), but not for the whole job
-                device = SimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
+            # with room for training (actor, two moments), but not for the whole job
+            if name == "simulated":
+                device = SimulatedDevice(
+                    capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH
+                )
             else:
                 device = select_device(name)
             worker = make_worker(actor, tokenizer, device.torch_device, recipe)
@@ -92,8 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not result["ok"])
 
 
-def make_worker(actor: nn.Module, tokenizer: Characters, device: torch.device, recipe: Recipe) -> Worker:
-    """Make the objects of the job, on the CPU. Registering them puts none of their bytes on the device."""
+def make_worker(
+    actor: nn.Module, tokenizer: Characters, device: torch.device, recipe: Recipe
+) -> Worker:
+    """Make the objects of the job, on the CPU. Registering them puts none of their bytes on the
+    device."""
     return Worker(
         actor=actor,
         optimizer=torch.optim.AdamW(actor.parameters(), lr=recipe.learning_rate),
@@ -105,11 +143,16 @@ def make_worker(actor: nn.Module, tokenizer: Characters, device: torch.device, r
     )
 
 
-def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, needed_bytes: int) -> dict[str, Any]:
+def run_managed(
+    worker: Worker, device: Device, arguments: argparse.Namespace, needed_bytes: int
+) -> dict[str, Any]:
     memory = device.memory()
     total_bytes = memory.total_bytes - memory.poison_bytes
     verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
-    print(f"device {device.name} has {readable(total_bytes)}; the whole job, {readable(needed_bytes)}, {verdict}")
+    print(
+        f"device {device.name} has {readable(total_bytes)}; the whole job, "
+        f"{readable(needed_bytes)}, {verdict}"
+    )
 
     manager = placement.Manager(device=device, policy=arguments.policy)
     with contextlib.closing(manager):  # and with it the server
@@ -135,46 +178,67 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
     }
 
 
-def train(worker: Worker, manager: Any, after_step: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Run the loop and print each step. Returns the results, which are equal with and without placement."""
+def train(
+    worker: Worker, manager: Any, after_step: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Run the loop and print each step. Returns the results, which are equal with and without
+    placement."""
     results = []
     for number, result in enumerate(worker.train(manager), start=1):
         results.append(result)
-        print(f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right {result.correct:.1%}")
+        print(
+            "\n"
+            f"step {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl "
+            f"{result.kl:.4f}   right {result.correct:.1%}"
+        )
         if after_step is not None:
             after_step()
         sys.stdout.flush()
-    return {"losses": [result.loss for result in results], "rewards": [result.reward for result in results]}
+    return {
+        "losses": [result.loss for result in results],
+        "rewards": [result.reward for result in results],
+    }
 
 
 class EverythingResident:
-    """Replaces the manager, its phases and its handles in a job without placement: everything is on the device, and nothing moves."""
+    """Replaces the manager, its phases and its handles in a job without placement: everything is on
+    the device, and nothing moves."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device, self._module = device, module
 
-    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> EverythingResident:
+    def register(
+        self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False
+    ) -> EverythingResident:
         module = getattr(obj, "module", obj)
-        return EverythingResident(self._device, module.to(self._device) if isinstance(module, nn.Module) else None)
+        return EverythingResident(
+            self._device, module.to(self._device) if isinstance(module, nn.Module) else None
+        )
 
     @contextlib.contextmanager
-    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[EverythingResident]:
+    def phase(
+        self, _name: str, /, *, only: Sequence[str] | None = None
+    ) -> Iterator[EverythingResident]:
         yield self
 
     def switch(self, _name: str, /, *, only: Sequence[str] | None = None) -> None:
         """Nothing: no phase needs anything else."""
 
     def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        yield from ([(name, parameter.detach())] for name, parameter in self._module.named_parameters())
+        yield from (
+            [(name, parameter.detach())] for name, parameter in self._module.named_parameters()
+        )
 
 
 class Recorder:
-    """Wraps a manager and an open phase, and records each phase transition: what has moved, and what is on the device afterwards."""
+    """Wraps a manager and an open phase, and records each phase transition: what has moved, and
+    what is on the device afterwards."""
 
     def __init__(self, manager: placement.Manager) -> None:
         self.register = manager.register
         self.rows: list[tuple[str, dict[str, Any]]] = []
-        """The phases, each with the states of the handles and the measurements of the phase transition at its beginning."""
+        """The phases, each with the states of the handles and the measurements of the phase
+        transition at its beginning."""
         self._manager = manager
 
     @contextlib.contextmanager
@@ -192,22 +256,40 @@ class Recorder:
     def _record(self, phase: str) -> None:
         before, self._last = self._last, self._manager.snapshot()
         moved, device_bytes = self._last.since(before), self._manager.device.memory().chunk_bytes
-        row = {key: moved[f"placement/{key}"] for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")}
-        self.rows.append((phase, {"states": {each.name: each.state for each in self._last.handles}, "device_bytes": device_bytes, **row}))
+        row = {
+            key: moved[f"placement/{key}"]
+            for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")
+        }
+        self.rows.append(
+            (
+                phase,
+                {
+                    "states": {each.name: each.state for each in self._last.handles},
+                    "device_bytes": device_bytes,
+                    **row,
+                },
+            )
+        )
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     names, cells = list(rows[0][1]["states"]), []
     for phase, row in rows:
-        sizes = [readable(int(row[key])) for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")]
+        sizes = [
+            readable(int(row[key]))
+            for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
+        ]
         states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
-    return plain_table(("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells)
+    return plain_table(
+        ("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells
+    )
 
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """Make two runs with one seed compute the same bits. cuBLAS reads its setting from the environment, before its first use."""
+    """Make two runs with one seed compute the same bits. cuBLAS reads its setting from the
+    environment, before its first use."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -222,5 +304,7 @@ def digest_of(state_dict: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in state_dict.items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()

@@ -1,4 +1,5 @@
-"""`placement doctor`: measure the link between host and device, and say what would slow moves down or stop them."""
+"""`placement doctor`: measure the link between host and device, and say what would slow moves down
+or stop them."""
 
 from __future__ import annotations
 
@@ -25,15 +26,25 @@ from placement.forecasting.description import CYCLES
 from placement.observe.discovery import views_of
 
 _SPREAD = 0.1
-"""Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
+"""Phase transitions one after the other have settled within this share: much of them is the host's
+work, which varies more than copies."""
 _TENSORS = 8
 _CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)')
-    parser.add_argument("--bytes", default=MEASURED_BYTES, type=_bytes, help="size of the buffers that are copied (default 1GiB)")
-    workers = "workers' URLs, or discovery folders: also say what of each node's host memory they take"
+    parser.add_argument(
+        "--device", default="auto", help='"auto", "cuda:0", "simulated:64MiB" (default auto)'
+    )
+    parser.add_argument(
+        "--bytes",
+        default=MEASURED_BYTES,
+        type=_bytes,
+        help="size of the buffers that are copied (default 1GiB)",
+    )
+    workers = (
+        "workers' URLs, or discovery folders: also say what of each node's host memory they take"
+    )
     parser.add_argument("--workers", nargs="+", default=[], metavar="WORKER", help=workers)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run)
@@ -45,19 +56,24 @@ def _bytes(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if not nbytes:
-        raise argparse.ArgumentTypeError("no rate can be measured with 0 bytes; write 64MiB or more")
+        raise argparse.ArgumentTypeError(
+            "no rate can be measured with 0 bytes; write 64MiB or more"
+        )
     return nbytes
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none."""
+    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name
+    that is none."""
     try:
         device = select_device(arguments.device)
     except ValueError as error:
         print(f"placement doctor: --device: {error}", file=sys.stderr)
         return 2
     except PlacementError as error:
-        raise PlacementError(f"{error} For this command: placement doctor --device simulated:1GiB") from error
+        raise PlacementError(
+            f"{error} For this command: placement doctor --device simulated:1GiB"
+        ) from error
     try:
         found = examine(device, arguments.bytes)
     finally:
@@ -69,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
-    """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is no room for it. Raises DeviceMemoryError,
-    HostMemoryError: see `inspect`."""
+    """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is
+    no room for it. Raises DeviceMemoryError, HostMemoryError: see `inspect`."""
     found = inspect(device, nbytes)
     try:
         if (directory := Settings.from_any(None).disk_directory) is not None:
@@ -83,20 +99,34 @@ def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
 
 
 def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeconds:
-    """Load and offload a tiny model and one of `nbytes`, changed and unchanged, and train one that stays on the device."""
+    """Load and offload a tiny model and one of `nbytes`, changed and unchanged, and train one that
+    stays on the device."""
     alone = _nothing_moves(device)
     tiny, least = _timed(device, 1)
     used_bytes, most = _timed(device, nbytes)
     more_bytes = max(1, used_bytes - tiny)
-    copying = (more_bytes / link.to_device_bytes_per_second, more_bytes / link.to_host_bytes_per_second, 0.0)
+    copying = (
+        more_bytes / link.to_device_bytes_per_second,
+        more_bytes / link.to_host_bytes_per_second,
+        0.0,
+    )
     seconds = zip(most, least, copying, strict=True)
-    loaded, offloaded, skipped = (max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds)
+    loaded, offloaded, skipped = (
+        max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds
+    )
     moving = max(alone, statistics.median(least))  # these are timed with warm caches
-    return TransitionSeconds(alone=alone, moving=moving, loaded_byte=loaded, offloaded_byte=offloaded, skipped_byte=skipped)
+    return TransitionSeconds(
+        alone=alone,
+        moving=moving,
+        loaded_byte=loaded,
+        offloaded_byte=offloaded,
+        skipped_byte=skipped,
+    )
 
 
 def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
-    """The bytes of a model's host copy, and the median seconds of phase transitions: load, offload, unchanged offload."""
+    """The bytes of a model's host copy, and the median seconds of phase transitions: load, offload,
+    unchanged offload."""
     model = _model(device, nbytes)
     manager = placement.Manager(device=device, policy="colocated")
     actor = manager.register("actor", model, role="actor")
@@ -117,9 +147,11 @@ def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
 
 
 def _nothing_moves(device: Device) -> float:
-    """The seconds of a phase transition in a training step where everything stays on the device, all transitions averaged.
+    """The seconds of a phase transition in a training step where everything stays on the device,
+    all transitions averaged.
 
-    Some work lies before each of them, as in a job: without it they are twice as fast, because all that they need is in the caches.
+    Some work lies before each of them, as in a job: without it they are twice as fast, because all
+    that they need is in the caches.
     """
     model, frozen = _model(device, 1), _model(device, 1)
     manager = placement.Manager(device=device, policy="resident")
@@ -152,8 +184,13 @@ def _nothing_moves(device: Device) -> float:
 def _model(device: Device, nbytes: int) -> torch.nn.ParameterList:
     with torch.no_grad():
         size = max(1, nbytes // _TENSORS // 2)
-        ones = (torch.ones(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(_TENSORS))
-        return torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in ones)
+        ones = (
+            torch.ones(size, dtype=torch.bfloat16, device=device.torch_device)
+            for _ in range(_TENSORS)
+        )
+        return torch.nn.ParameterList(
+            torch.nn.Parameter(each, requires_grad=False) for each in ones
+        )
 
 
 def _seconds(device: Device, move: Callable[[], object]) -> float:
@@ -168,30 +205,51 @@ def _seconds(device: Device, move: Callable[[], object]) -> float:
 def table(found: Inspection) -> str:
     """The inspection as text: a line for each subject, then the findings."""
     link = found.link
-    node = "one node, so there is no choice" if found.numa_nodes < 2 else f"{found.numa_nodes} nodes, the device's is not known"
+    node = (
+        ("one node, so there is no choice")
+        if found.numa_nodes < 2
+        else (f"{found.numa_nodes} nodes, the device's is not known")
+    )
     if found.numa_node is not None and found.numa_nodes > 1:
-        node = f"host memory is taken from node {found.numa_node} of {found.numa_nodes}, the device's own"
+        node = (
+            f"host memory is taken from node {found.numa_node} of {found.numa_nodes}, the device's "
+            "own"
+        )
     pinned = "page-locked" if found.pageable_reason is None else "pageable"
     rows = {
-        "device": f"{found.device}, {readable(found.free_bytes)} of {readable(found.total_bytes)} free {found.uuid}",
+        "device": (
+            f"{found.device}, {readable(found.free_bytes)} of {readable(found.total_bytes)} free "
+            f"{found.uuid}"
+        ),
         "to device": _rate(link.to_device_bytes_per_second),
         "to host": _rate(link.to_host_bytes_per_second),
         "both": f"{_rate(link.both_bytes_per_second)} with both directions at once",
         "transition": "" if found.transitions is None else _beside(found.transitions),
         "host memory": f"{readable(found.host_available_bytes)} available, {pinned}",
-        "disk": "" if found.disk_free_bytes is None else f"{readable(found.disk_free_bytes)} free for host copies",
+        "disk": ""
+        if found.disk_free_bytes is None
+        else (f"{readable(found.disk_free_bytes)} free for host copies"),
         "NUMA": node,
         "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }
     lines = [f"{name:<12}{text}".rstrip() for name, text in rows.items() if text]
-    return "\n".join([*lines, "", *([f"! {finding}" for finding in found.findings] or ["nothing found"])])
+    return "\n".join(
+        [*lines, "", *([f"! {finding}" for finding in found.findings] or ["nothing found"])]
+    )
 
 
 def _beside(found: TransitionSeconds) -> str:
-    parts = {"loaded": found.loaded_byte, "copied back": found.offloaded_byte, "offloaded without a copy": found.skipped_byte}
+    parts = {
+        "loaded": found.loaded_byte,
+        "copied back": found.offloaded_byte,
+        "offloaded without a copy": found.skipped_byte,
+    }
     more = ", ".join(f"{1e3 * (1 << 30) * each:.2f} ms {name}" for name, each in parts.items())
     alone, moving = (f"{1e3 * seconds:.2f} ms" for seconds in (found.alone, found.moving))
-    return f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its copy: {more}"
+    return (
+        f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its "
+        f"copy: {more}"
+    )
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -1,7 +1,8 @@
 """GRPO in one file: a complete, small worker as a user would write it, with placement.
 
-Each step is one open phase that switches: rollout, log_prob, train, weight_sync. Between those calls there is only ordinary PyTorch.
-The code moves no tensor by hand, and never asks where a tensor is.
+Each step is one open phase that switches: rollout, log_prob, train, weight_sync. Between those
+calls there is only ordinary PyTorch. The code moves no tensor by hand, and never asks where a
+tensor is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from placement.engines import TorchEngine
 
 
 class Characters:
-    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download."""
+    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no
+    download."""
 
     pad, eos = 0, 1
     _alphabet = "0123456789+="
@@ -53,10 +55,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampled completions. What stands behind an end token in `ids` is padding, which no token before it attends to."""
+    """Sampled completions. What stands behind an end token in `ids` is padding, which no token
+    before it attends to."""
 
     ids: Tensor  # int64 [samples, prompt + completion]
-    answer_mask: Tensor  # float32 [samples, completion]: 1 up to and including the end token of the completion
+    # float32 [samples, completion]: 1 up to and including the end token of the completion
+    answer_mask: Tensor
     rewards: Tensor  # float32 [samples]
 
 
@@ -83,8 +87,8 @@ class Worker:
     recipe: Recipe
 
     def train(self, manager: Any) -> Iterator[StepResult]:
-        """Register everything, then run the loop. Yields one result a step. `manager`: a `placement.Manager`, or an object with its
-        `register` and `phase`."""
+        """Register everything, then run the loop. Yields one result a step. `manager`: a
+        `placement.Manager`, or an object with its `register` and `phase`."""
         actor = manager.register("actor", self.actor, role="actor")
         manager.register("actor.optimizer", self.optimizer)
         manager.register("ref", self.reference, role="ref", readonly=True)
@@ -95,7 +99,10 @@ class Worker:
         generator = torch.Generator(self.device).manual_seed(recipe.seed)
         for _ in range(recipe.steps):
             with manager.phase("rollout") as step:
-                sums = [(questions.randint(0, 9), questions.randint(0, 9)) for _ in range(recipe.prompts)]
+                sums = [
+                    (questions.randint(0, 9), questions.randint(0, 9))
+                    for _ in range(recipe.prompts)
+                ]
                 rollouts, correct = self.rollout(sums, generator)
 
                 step.switch("log_prob", only=["actor", "ref"])
@@ -112,20 +119,39 @@ class Worker:
             yield StepResult(loss, rollouts.rewards.mean().item(), kl, correct)
 
     @torch.no_grad()
-    def rollout(self, sums: Sequence[tuple[int, int]], generator: torch.Generator) -> tuple[Rollouts, float]:
-        """Sample `completions` answers to each sum from the engine and judge them. Also returns the fraction of correct answers."""
+    def rollout(
+        self, sums: Sequence[tuple[int, int]], generator: torch.Generator
+    ) -> tuple[Rollouts, float]:
+        """Sample `completions` answers to each sum from the engine and judge them. Also returns the
+        fraction of correct answers."""
         recipe = self.recipe
-        prompts = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums]).to(self.device).repeat_interleave(recipe.completions, dim=0)
+        prompts = (
+            self.tokenizer.encode([f"{a}+{b}=" for a, b in sums])
+            .to(self.device)
+            .repeat_interleave(recipe.completions, dim=0)
+        )
         answers, answer_mask = self.sample(prompts, generator)
 
         targets = [a + b for a, b in sums for _ in range(recipe.completions)]
-        texts = [(self.tokenizer.decode(ids), self.tokenizer.eos in ids) for ids in answers.tolist()]
-        rewards = torch.tensor([judge(text, ended, target) for (text, ended), target in zip(texts, targets, strict=True)])
-        correct = sum(text == str(target) for (text, _), target in zip(texts, targets, strict=True)) / len(targets)
-        return Rollouts(torch.cat([prompts, answers], dim=1), answer_mask, rewards.to(self.device)), correct
+        texts = [
+            (self.tokenizer.decode(ids), self.tokenizer.eos in ids) for ids in answers.tolist()
+        ]
+        rewards = torch.tensor(
+            [
+                judge(text, ended, target)
+                for (text, ended), target in zip(texts, targets, strict=True)
+            ]
+        )
+        correct = sum(
+            text == str(target) for (text, _), target in zip(texts, targets, strict=True)
+        ) / len(targets)
+        return Rollouts(
+            torch.cat([prompts, answers], dim=1), answer_mask, rewards.to(self.device)
+        ), correct
 
     def sample(self, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Continue [samples, length] prompts by `new_tokens` ids with a KV cache. Returns ids and mask, [samples, new_tokens]."""
+        """Continue [samples, length] prompts by `new_tokens` ids with a KV cache. Returns ids and
+        mask, [samples, new_tokens]."""
         tokenizer, model = self.tokenizer, self.engine.module
         ids, cache = prompts, None
         running = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
@@ -134,7 +160,9 @@ class Worker:
         for _ in range(self.recipe.new_tokens):
             output = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            probabilities = torch.softmax(output.logits[:, -1].float() / self.recipe.temperature, dim=-1)
+            probabilities = torch.softmax(
+                output.logits[:, -1].float() / self.recipe.temperature, dim=-1
+            )
             chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
             ids = torch.where(running, chosen, tokenizer.pad).unsqueeze(1)
             answers.append(ids)
@@ -145,21 +173,36 @@ class Worker:
     def log_probs(self, model: nn.Module, rollouts: Rollouts) -> Tensor:
         """Log-probability of each sampled token, [samples, completion], float32."""
         length = rollouts.answer_mask.shape[1]
-        logits = model(input_ids=rollouts.ids, use_cache=False).logits[:, -length - 1 : -1].float() / self.recipe.temperature
-        picked: Tensor = logits.log_softmax(dim=-1).gather(2, rollouts.ids[:, -length:, None]).squeeze(2)
+        logits = (
+            model(input_ids=rollouts.ids, use_cache=False).logits[:, -length - 1 : -1].float()
+            / self.recipe.temperature
+        )
+        picked: Tensor = (
+            logits.log_softmax(dim=-1).gather(2, rollouts.ids[:, -length:, None]).squeeze(2)
+        )
         return picked
 
     def update(self, rollouts: Rollouts, old: Tensor, ref: Tensor) -> tuple[float, float]:
-        """One pass over the samples, one optimizer step a minibatch. Returns the mean loss and the mean KL to the reference."""
+        """One pass over the samples, one optimizer step a minibatch. Returns the mean loss and the
+        mean KL to the reference."""
         recipe = self.recipe
         groups = rollouts.rewards.view(-1, recipe.completions)
-        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        advantages = (
+            (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        ).view(-1, 1)
         losses, kls = [], []
         # Strided, so that every minibatch has completions of every prompt.
         for part in range(recipe.minibatches):
             pick = slice(part, None, recipe.minibatches)
             batch = Rollouts(rollouts.ids[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
-            loss, kl = grpo_loss(self.log_probs(self.actor, batch), old[pick], ref[pick], advantages[pick], batch.answer_mask, recipe)
+            loss, kl = grpo_loss(
+                self.log_probs(self.actor, batch),
+                old[pick],
+                ref[pick],
+                advantages[pick],
+                batch.answer_mask,
+                recipe,
+            )
             self.optimizer.zero_grad()
             loss.backward()
             clip_grad_norm_(self.actor.parameters(), recipe.gradient_norm)
@@ -171,17 +214,23 @@ class Worker:
 
 
 def judge(text: str, ended: bool, target: int) -> float:
-    """The reward of one answer: 1 if correct; else up to 0.4 for its form (digits, then the end), so that training has a gradient."""
+    """The reward of one answer: 1 if correct; else up to 0.4 for its form (digits, then the end),
+    so that training has a gradient."""
     if ended and text == str(target):
         return 1.0
     digits = sum(c.isdigit() for c in text) / max(len(text), 1)
     return 0.1 * digits + 0.1 * ended + 0.2 * (ended and text.isdigit() and len(text) <= 2)
 
 
-def grpo_loss(new: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Clipped policy loss with the k3 estimate of the KL to the reference, a mean over tokens. All inputs [samples, completion]."""
+def grpo_loss(
+    new: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """Clipped policy loss with the k3 estimate of the KL to the reference, a mean over tokens. All
+    inputs [samples, completion]."""
     ratio = torch.exp(new - old)
-    policy = -torch.minimum(ratio * advantages, ratio.clamp(1 - recipe.clip, 1 + recipe.clip) * advantages)
+    policy = -torch.minimum(
+        ratio * advantages, ratio.clamp(1 - recipe.clip, 1 + recipe.clip) * advantages
+    )
     kl = torch.exp(ref - new) - (ref - new) - 1
     tokens = mask.sum()
     mean_kl = (kl * mask).sum() / tokens

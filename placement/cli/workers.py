@@ -22,8 +22,28 @@ from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
 
-WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
-HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
+WORKER_COLUMNS = (
+    "worker",
+    "phase",
+    "on device",
+    "of",
+    "used",
+    "stall",
+    "handles on the device",
+    "trouble",
+)
+HANDLE_COLUMNS = (
+    "handle",
+    "state",
+    "since",
+    "on device",
+    "needs",
+    "host copy",
+    "loaded",
+    "offloaded",
+    "skipped",
+    "remarks",
+)
 NODE_COLUMNS = ("node", "page-locked", "pageable", "engines' mirrors", "on disk")
 _NUMBER = re.compile(r"-?[\d.]+( [KMGT]iB| m?s|%)?")
 
@@ -34,9 +54,15 @@ def trouble_of(view: View) -> str:
         return str(view["error"])
     snapshot = view["snapshot"]
     found = [f"{handle['name']} broken" for handle in snapshot["handles"] if handle["broken"]]
-    found += [f"{readable(snapshot['unpaired_bytes'])} left on the device"] if snapshot["unpaired_bytes"] else []
+    found += (
+        [(f"{readable(snapshot['unpaired_bytes'])} left on the device")]
+        if snapshot["unpaired_bytes"]
+        else []
+    )
     found += [f"{snapshot['wrong_writes']} wrong writes"] if snapshot["wrong_writes"] else []
-    found += [f"{handle['name']} drifted" for handle in snapshot["handles"] if handle["drift_bytes"]]
+    found += [
+        (f"{handle['name']} drifted") for handle in snapshot["handles"] if handle["drift_bytes"]
+    ]
     return ", ".join(found)
 
 
@@ -46,7 +72,9 @@ def _worker_row(view: View) -> tuple[str, ...]:
     snapshot = view["snapshot"]
     held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
     used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
-    stall = sum(snapshot["phase_stall_seconds"].values()) / max(sum(snapshot["phase_seconds"].values()), 1e-9)
+    stall = sum(snapshot["phase_stall_seconds"].values()) / max(
+        sum(snapshot["phase_seconds"].values()), 1e-9
+    )
     return (
         view["name"],
         " > ".join(snapshot["phases"]) or "idle",
@@ -62,34 +90,65 @@ def _worker_row(view: View) -> tuple[str, ...]:
 def _handle_rows(view: View) -> list[tuple[str, ...]]:
     rows = []
     for handle in view["snapshot"]["handles"]:
-        since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
+        since = (
+            view["snapshot"]["taken_timestamp_seconds"]
+            - handle["last_transition_timestamp_seconds"]
+        )
         remarks = [word for word in ("readonly", "kept") if handle[word]]
         remarks += [] if handle["built"] else ["not built"]
         remarks += ["external"] if handle["external"] else []
         remarks += [f"broken: {handle['broken']}"] if handle["broken"] else []
-        sizes = ("resident_bytes", "num_bytes", "host_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
-        rows.append((handle["name"], handle["state"], f"{since:.0f} s", *(readable(handle[key]) for key in sizes), ", ".join(remarks)))
+        sizes = (
+            "resident_bytes",
+            "num_bytes",
+            "host_bytes",
+            "loaded_bytes",
+            "offloaded_bytes",
+            "skipped_bytes",
+        )
+        rows.append(
+            (
+                handle["name"],
+                handle["state"],
+                f"{since:.0f} s",
+                *(readable(handle[key]) for key in sizes),
+                ", ".join(remarks),
+            )
+        )
     return rows
 
 
 def node_table(views: Iterable[View]) -> str:
-    """A table of the host memory and the disk that the workers of each node take; see `NODE_COLUMNS`."""
+    """A table of the host memory and the disk that the workers of each node take; see
+    `NODE_COLUMNS`."""
     nodes: dict[str, list[int]] = {}
     for view in views:
-        sums = nodes.setdefault(view["labels"].get("node", view["name"]), [0] * len(NODE_COLUMNS[1:]))
+        sums = nodes.setdefault(
+            view["labels"].get("node", view["name"]), [0] * len(NODE_COLUMNS[1:])
+        )
         for handle in view["snapshot"]["handles"] if "snapshot" in view else ():
-            host, mirror, pageable = handle["host_bytes"], handle.get("mirror_bytes", 0), handle["host_pageable_bytes"]
-            for index, nbytes in enumerate((host - mirror - pageable, pageable, mirror, handle["disk_bytes"])):
+            host, mirror, pageable = (
+                handle["host_bytes"],
+                handle.get("mirror_bytes", 0),
+                handle["host_pageable_bytes"],
+            )
+            for index, nbytes in enumerate(
+                (host - mirror - pageable, pageable, mirror, handle["disk_bytes"])
+            ):
                 sums[index] += nbytes
     return plain_table(NODE_COLUMNS, ((node, *map(readable, sums)) for node, sums in nodes.items()))
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text, without trailing blanks. A column is aligned to the right if most of its cells that are not empty are numbers."""
+    """A table as text, without trailing blanks. A column is aligned to the right if most of its
+    cells that are not empty are numbers."""
     lines = [tuple(columns), *(tuple(row) for row in rows)]
     aligned = []
     for head, *cells in zip(*lines, strict=True):
-        numbers, width = sum(bool(_NUMBER.fullmatch(cell)) for cell in cells), max(map(len, (head, *cells)))
+        numbers, width = (
+            sum(bool(_NUMBER.fullmatch(cell)) for cell in cells),
+            max(map(len, (head, *cells))),
+        )
         align = str.rjust if 2 * numbers > sum(map(bool, cells)) else str.ljust
         aligned.append([align(cell, width) for cell in (head, *cells)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
@@ -107,7 +166,10 @@ def _look(places: Sequence[str]) -> list[View]:
     """The workers' views by name, node2 before node10."""
 
     def natural(view: View) -> list[tuple[int, str]]:
-        return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", view["name"])]
+        return [
+            (int(part) if part.isdecimal() else 0, part)
+            for part in re.split(r"(\d+)", view["name"])
+        ]
 
     return sorted(views_of(places), key=natural)
 
@@ -118,16 +180,29 @@ _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its
 def add_status(parser: argparse.ArgumentParser) -> None:
     text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
-    parser.add_argument("--watch", type=_seconds, nargs="?", const=1.0, metavar="SECONDS", help="print it again and again, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=1.0,
+        metavar="SECONDS",
+        help="print it again and again, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the complete views of the workers as JSON"
+    )
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output."""
+    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
+    need not parse the output."""
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
-        raise PlacementError("no workers named: give a worker's URL or a discovery folder, or set PLACEMENT_DISCOVERY")
+        raise PlacementError(
+            "no workers named: give a worker's URL or a discovery folder, or set "
+            "PLACEMENT_DISCOVERY"
+        )
     views = _look(places)
     while arguments.watch is not None:
         print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
@@ -141,15 +216,26 @@ def _screen(views: Sequence[View]) -> str:
     """The report as far as the terminal has room for it."""
     size = shutil.get_terminal_size()
     lines = _report(views).splitlines()
-    return "\n".join(line[: size.columns] for line in lines[: size.lines]) if sys.stdout.isatty() else "\n".join([*lines, ""])
+    return (
+        "\n".join(line[: size.columns] for line in lines[: size.lines])
+        if sys.stdout.isatty()
+        else "\n".join([*lines, ""])
+    )
 
 
 # --- placement trace
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, or a discovery folder")
-    parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
+    parser.add_argument(
+        "workers", nargs="+", metavar="WORKER", help="a worker's URL, or a discovery folder"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="placement-trace.json",
+        help="the file to write (default: %(default)s)",
+    )
     parser.add_argument("--seconds", type=_seconds, help="write only the last SECONDS")
     parser.set_defaults(run=run_trace)
 
@@ -162,18 +248,25 @@ def _seconds(text: str) -> float:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the journals of running workers as one Chrome trace, and print how many events it has."""
+    """Write the journals of running workers as one Chrome trace, and print how many events it
+    has."""
     workers = find_targets(arguments.workers)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
     target, count = Path(arguments.output), 0
 
     def events() -> Iterator[Event]:
         nonlocal count
-        for number, worker in enumerate(workers, start=1):  # one after the other, so that only one worker's are in memory
+        # one after the other, so that only one worker's are in memory
+        for number, worker in enumerate(workers, start=1):
             try:
-                found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))["traceEvents"]
+                found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))[
+                    "traceEvents"
+                ]
             except (ValueError, TypeError, KeyError) as error:
-                raise PlacementError(f"{worker.url}/trace did not return a trace; check that this is a placement worker") from error
+                raise PlacementError(
+                    f"{worker.url}/trace did not return a trace; check that this is a placement "
+                    "worker"
+                ) from error
             for event in found:
                 event["pid"] = number  # processes of two nodes may have the same id
                 if event.get("name") == "process_name":
@@ -186,7 +279,10 @@ def run_trace(arguments: argparse.Namespace) -> int:
             file.writelines(encoded(events()))
     except OSError as error:
         raise PlacementError(f"cannot write {target}: {error.strerror}") from error
-    print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
+    print(
+        f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it "
+        "in https://ui.perfetto.dev"
+    )
     return 0
 
 
@@ -197,12 +293,27 @@ def add_dashboards(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = "write a Grafana provisioning tree, rules and an example prometheus.yml"
     into = commands.add_parser("export", help=summary, description=summary)
-    add, place = into.add_argument, "the workers' discovery folder, or the URL of a list of targets (default: DIR/prometheus/discovery)"
+    add, place = (
+        into.add_argument,
+        (
+            "the workers' discovery folder, or the URL of a list of targets (default: "
+            "DIR/prometheus/discovery)"
+        ),
+    )
     add("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
-    add("--prometheus-url", default="http://localhost:9090", metavar="URL", help="Prometheus for Grafana (%(default)s)")
+    add(
+        "--prometheus-url",
+        default="http://localhost:9090",
+        metavar="URL",
+        help="Prometheus for Grafana (%(default)s)",
+    )
     add("--discovery", default=DISCOVERY, metavar="PLACE", help=place)
     add("--scrape-interval", default="15s", metavar="TIME", help="like 15s or 1m (%(default)s)")
-    add("--grafana-path", metavar="PATH", help="the folder of dashboards as Grafana sees it, if it runs in a container")
+    add(
+        "--grafana-path",
+        metavar="PATH",
+        help="the folder of dashboards as Grafana sees it, if it runs in a container",
+    )
     add("--force", action="store_true", dest="overwrite", help="replace existing files that differ")
     parser.set_defaults(run=export_dashboards)
 

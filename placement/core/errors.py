@@ -1,6 +1,7 @@
 """The exceptions that placement raises.
 
-All are a `PlacementError`, and `EngineLost` is an `EngineError`. A caller's plain mistake is a `ValueError` or a `TypeError`.
+All are a `PlacementError`, and `EngineLost` is an `EngineError`. A caller's plain mistake is a
+`ValueError` or a `TypeError`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class PolicyError(PlacementError):
 
 
 class PhaseError(PlacementError):
-    """Phases were used out of order: left without being entered, or held by two threads or tasks at once."""
+    """Phases were used out of order: left without being entered, or held by two threads or tasks at
+    once."""
 
 
 class NotResidentError(PlacementError):
@@ -29,10 +31,12 @@ class NotResidentError(PlacementError):
 
 
 class DeviceMemoryError(PlacementError):
-    """The handles that a phase needs together do not fit on the device, or the driver refused the memory.
+    """The handles that a phase needs together do not fit on the device, or the driver refused the
+    memory.
 
     Attributes:
-        wanted_bytes: the device bytes that the handles need together, where the budget is too small for them; else None.
+        wanted_bytes: the device bytes that the handles need together, where the budget is too small
+        for them; else None.
     """
 
     wanted_bytes: int | None = None
@@ -47,26 +51,32 @@ class IntegrityError(PlacementError):
 
 
 class BrokenHandleError(PlacementError):
-    """A move of the handle failed half-way and could not be undone (a sticky device error). The handle cannot be used any more."""
+    """A move of the handle failed half-way and could not be undone (a sticky device error). The
+    handle cannot be used any more."""
 
 
 class CheckpointError(PlacementError):
-    """A checkpoint does not fit its handles, or it cannot be read or written. Every handle is as it was before the call."""
+    """A checkpoint does not fit its handles, or it cannot be read or written. Every handle is as it
+    was before the call."""
 
 
 class EngineError(PlacementError):
-    """A rollout engine refused or failed an operation. The message says what was sent, what came back, and what to do."""
+    """A rollout engine refused or failed an operation. The message says what was sent, what came
+    back, and what to do."""
 
 
 class EngineLost(EngineError):
-    """A rollout engine did not answer, or failed half-way. Its condition is unknown, and placement sends it nothing more."""
+    """A rollout engine did not answer, or failed half-way. Its condition is unknown, and placement
+    sends it nothing more."""
 
 
 class GroupError(PlacementError):
-    """A rank failed, so every rank went back. A new phase can succeed, unless the message asks for a new group (`Manager.rejoin`).
+    """A rank failed, so every rank went back. A new phase can succeed, unless the message asks for
+    a new group (`Manager.rejoin`).
 
     Attributes:
-        failures: the reasons by rank: that of the rank that failed first, and on a rank that failed, too, its own. Ranks that were
+        failures: the reasons by rank: that of the rank that failed first, and on a rank that
+        failed, too, its own. Ranks that were
             missing, or did something else, are all named.
     """
 
@@ -75,9 +85,11 @@ class GroupError(PlacementError):
         self.failures = dict(failures)
 
     def __reduce__(self) -> tuple[type[GroupError], tuple[str, dict[int, str]], dict[str, object]]:
-        # Ray and multiprocessing pickle exceptions. The default would rebuild this one without its reasons.
+        # Ray and multiprocessing pickle exceptions. The default would rebuild this one without its
+        # reasons.
         return type(self), (str(self), self.failures), self.__dict__
 
 
 class CoordinatorLost(PlacementError):
-    """The group's decision cannot be read. The rank keeps what it prepared. A new group helps: see `Manager.rejoin`."""
+    """The group's decision cannot be read. The rank keeps what it prepared. A new group helps: see
+    `Manager.rejoin`."""

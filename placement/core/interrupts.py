@@ -1,11 +1,13 @@
 """Interruptions of a phase transition: Ctrl-C, a collection of garbage, another thread.
 
-Ctrl-C is deferred: it is noted when it comes, and raised where the transition waits (`looks` and `BoundedCalls` are such waits), or at its
-end. So code of a transition that does not wait cannot be cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the
-main thread receives signals, and only a handler that Python installed (such as its own, which raises KeyboardInterrupt) is deferred.
+Ctrl-C is deferred: it is noted when it comes, and raised where the transition waits (`looks` and
+`BoundedCalls` are such waits), or at its end. So code of a transition that does not wait cannot be
+cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the main thread
+receives signals, and only a handler that Python installed (such as its own, which raises
+KeyboardInterrupt) is deferred.
 
-A `WeakIdSet` may be iterated while a collection or another thread changes it. What a collection drops on a `BackgroundThread` begins no
-phase transition there.
+A `WeakIdSet` may be iterated while a collection or another thread changes it. What a collection
+drops on a `BackgroundThread` begins no phase transition there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class _Deferral:
         self._has_come = True
 
     def deliver(self) -> None:
-        """Call the handler that was in place before, if an interrupt was noted and not delivered yet."""
+        """Call the handler that was in place before, if an interrupt was noted and not delivered
+        yet."""
         if self._is_noted and threading.get_ident() == self._thread:
             self._is_noted = False
             self._before(_SIGINT, None)
@@ -60,7 +63,12 @@ class _Deferral:
         _signal.signal(_SIGINT, self)  # raises what came before it
         _current = self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.end()
         self.deliver()
 
@@ -68,7 +76,8 @@ class _Deferral:
         """Stop deferring, and put the handler back that was in place before."""
         global _current  # noqa: PLW0603 (see above)
         _current = None
-        if _signal.getsignal(_SIGINT) is self:  # else somebody has installed another one in the block, which stays
+        # else somebody has installed another one in the block, which stays
+        if _signal.getsignal(_SIGINT) is self:
             _signal.signal(_SIGINT, self._before)
 
 
@@ -76,7 +85,8 @@ _current: _Deferral | None = None
 
 
 def _end_in_child() -> None:
-    """A forked child is in no phase transition of its parent, and may never come to the end of the block."""
+    """A forked child is in no phase transition of its parent, and may never come to the end of the
+    block."""
     if _current is not None:
         _current.end()
 
@@ -85,15 +95,18 @@ os.register_at_fork(after_in_child=_end_in_child)
 
 
 def deferred() -> AbstractContextManager[None]:
-    """Defer SIGINT inside the block. Nested blocks and other threads than the main one change nothing. Costs two microseconds."""
+    """Defer SIGINT inside the block. Nested blocks and other threads than the main one change
+    nothing. Costs two microseconds."""
     if _current is not None or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     before = _signal.getsignal(_SIGINT)
-    return _Deferral(before) if callable(before) else _NOTHING  # not callable: SIG_DFL, SIG_IGN, or not installed by Python
+    # not callable: SIG_DFL, SIG_IGN, or not installed by Python
+    return _Deferral(before) if callable(before) else _NOTHING
 
 
 def check() -> None:
-    """Raise a noted interrupt. Called after, or in the middle of, every wait of a transition (device, vote, lock, lease, disk)."""
+    """Raise a noted interrupt. Called after, or in the middle of, every wait of a transition
+    (device, vote, lock, lease, disk)."""
     if _current is not None:
         _current.deliver()
 
@@ -102,9 +115,11 @@ def check() -> None:
 
 
 def looks(seconds: float, first_pause: float, longest_pause: float) -> Iterator[None]:
-    """Let the caller look for something again and again, with growing pauses, at which a noted interrupt is raised.
+    """Let the caller look for something again and again, with growing pauses, at which a noted
+    interrupt is raised.
 
-    Ends after `seconds`, with a last look at the end. The caller leaves the loop when it has found it; behind the loop it has not.
+    Ends after `seconds`, with a last look at the end. The caller leaves the loop when it has found
+    it; behind the loop it has not.
     """
     until, pause = time.monotonic() + seconds, first_pause
     while True:
@@ -122,24 +137,29 @@ _LEAST_SLICES, _LONGEST_SLICE_SECONDS = 60, 0.5
 class BoundedCalls:
     """Makes calls one after the other on a thread of its own, and waits a limited time for each.
 
-    torch's store client waits for its answer without a limit, whatever timeout the store was given, and a server that drips bytes outlasts
-    a limit on each read. A server whose process is stopped, or whose machine is gone, would hold its callers for ever.
+    torch's store client waits for its answer without a limit, whatever timeout the store was given,
+    and a server that drips bytes outlasts a limit on each read. A server whose process is stopped,
+    or whose machine is gone, would hold its callers for ever.
 
     Args:
-        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it again, since the other side was not late.
+        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it
+        again, since the other side was not late.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
         self._seconds = max(seconds, 0.0)
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._late: Future[Any] | None = None
-        # A daemon thread, because a call that never returns must not keep the interpreter from exiting.
+        # A daemon thread, because a call that never returns must not keep the interpreter from
+        # exiting.
         threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """Make a call. Returns what it returns and raises what it raises. Raises TimeoutError: the call has not returned in time, or an
-        earlier call still has not."""
+        """Make a call. Returns what it returns and raises what it raises. Raises TimeoutError: the
+        call has not returned in time, or an earlier call still has not."""
         if self._late is not None and not self._late.done():
             raise TimeoutError("an earlier call is still waiting for its answer")
         answer: Future[_T] = Future()
@@ -155,7 +175,9 @@ class BoundedCalls:
                     check()
             self._late = answer
         finally:
-            del answer  # an error's traceback has this frame: a cycle would keep the callers' tensors until it is collected
+            # an error's traceback has this frame: a cycle would keep the callers' tensors until it
+            # is collected
+            del answer
         raise TimeoutError(f"no answer within {self._seconds:g} s")
 
 
@@ -173,7 +195,8 @@ def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that phase transitions may wait for: what a garbage collection drops on it must not begin one there."""
+    """A daemon thread that phase transitions may wait for: what a garbage collection drops on it
+    must not begin one there."""
 
     def __init__(self, name: str, target: Callable[[], object]) -> None:
         super().__init__(name=name, target=target, daemon=True)
@@ -189,7 +212,8 @@ _IS_GONE = functools.partial(operator.is_, None)
 
 
 def reference(obj: Any) -> Callable[[], Any]:
-    """A weak reference, so that the holder does not keep the object alive; a strong one where the class allows no weak references."""
+    """A weak reference, so that the holder does not keep the object alive; a strong one where the
+    class allows no weak references."""
     try:
         return weakref.ref(obj)
     except TypeError:
@@ -199,9 +223,10 @@ def reference(obj: Any) -> Callable[[], Any]:
 class WeakIdSet(Generic[_T]):
     """A set of objects by identity. It does not keep them alive.
 
-    `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager may add one, and so may a garbage
-    collection that drops a manager, whose tensors then get ordinary memory. Here each change is one dictionary operation, and an
-    iteration walks a copy. A lock would not help: the collection may come on the thread that holds it.
+    `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager
+    may add one, and so may a garbage collection that drops a manager, whose tensors then get
+    ordinary memory. Here each change is one dictionary operation, and an iteration walks a copy. A
+    lock would not help: the collection may come on the thread that holds it.
     """
 
     def __init__(self) -> None:
@@ -228,5 +253,6 @@ class WeakIdSet(Generic[_T]):
         return bool(self._references)
 
     def __iter__(self) -> Iterator[_T]:
-        alive = map(_ALIVE, list(self._references.values()))  # there may be tens of thousands, so C does the work
+        # there may be tens of thousands, so C does the work
+        alive = map(_ALIVE, list(self._references.values()))
         return iter(list(itertools.filterfalse(_IS_GONE, alive)))

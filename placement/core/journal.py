@@ -1,7 +1,8 @@
 """The journal: one record for each state transition, and the counters that the metrics export.
 
-`Journal.record` is the only place that counts a state transition, so the journal and the metrics cannot disagree on these. What moves
-between state transitions (streamed steps, the disk) is counted where it moves.
+`Journal.record` is the only place that counts a state transition, so the journal and the metrics
+cannot disagree on these. What moves between state transitions (streamed steps, the disk) is counted
+where it moves.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from placement.core.states import IDLE, State, Trigger
 
 logger = logging.getLogger("placement")
 
-_REASONS = {DeviceMemoryError: "device_memory", HostMemoryError: "host_memory", IntegrityError: "integrity", Exception: "error"}
-REASONS = (*_REASONS.values(), "interrupted")  # the reasons for which a transition can fail: the values of the metric's `reason` label
+_REASONS = {
+    DeviceMemoryError: "device_memory",
+    HostMemoryError: "host_memory",
+    IntegrityError: "integrity",
+    Exception: "error",
+}
+# the reasons for which a transition can fail: the values of the metric's `reason` label
+REASONS = (*_REASONS.values(), "interrupted")
 
 _BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OPERATIONS = ("load", "offload", "sync")
 
 
 def reason_of(error: BaseException) -> str:
-    return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "interrupted")
+    return next(
+        (reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "interrupted"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,8 @@ class Record:
     trigger: Trigger
     source: State
     target: State
-    phase: str  # the phase whose phase transition caused this state transition; "idle" outside every phase
+    # the phase whose phase transition caused this state transition; "idle" outside every phase
+    phase: str
     nbytes: int  # bytes copied
     skipped_bytes: int  # bytes that were proved clean and not copied
     seconds: float  # time that the calling thread spent in the transition
@@ -56,7 +66,8 @@ class PhaseSpan:
     phase: str
     begin_seconds: float  # the value of `time.monotonic()` when the span began
     end_seconds: float
-    only: tuple[str, ...] | None = None  # the handles that the phase was for, as in `manager.phase(name, only=...)`; None: all
+    # the handles that the phase was for, as in `manager.phase(name, only=...)`; None: all
+    only: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,8 @@ class HandleCounters:
     skipped_bytes: int = 0
     prefetch_used_bytes: int = 0
     spilled_bytes: int = 0
-    """Bytes of the host copy written to disk. Only the thread that moves them there adds to it; the same for the next."""
+    """Bytes of the host copy written to disk. Only the thread that moves them there adds to it; the
+    same for the next."""
     disk_read_bytes: int = 0
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
@@ -91,7 +103,10 @@ class HandleCounters:
     def seconds_by_state(self, now: float) -> dict[State, float]:
         """Seconds in each state up to `now` (monotonic), including the present state."""
         state, since = self.state, self.since_seconds
-        return {s: total + (now - since if s is state else 0.0) for s, total in self.state_seconds.items()}
+        return {
+            s: total + (now - since if s is state else 0.0)
+            for s, total in self.state_seconds.items()
+        }
 
 
 class Journal:
@@ -109,13 +124,16 @@ class Journal:
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
-        self.num_moves = 0  # the number of loads and offloads since the start. Two equal values mean that nothing moved in between.
+        # the number of loads and offloads since the start. Two equal values mean that nothing moved
+        # in between.
+        self.num_moves = 0
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0
 
     def __iter__(self) -> Iterator[Record]:
-        return iter([*self._records])  # not tuple(): it may trigger a garbage collection that drops a phase, which writes here
+        # not tuple(): it may trigger a garbage collection that drops a phase, which writes here
+        return iter([*self._records])
 
     def __len__(self) -> int:
         return len(self._records)
@@ -124,7 +142,8 @@ class Journal:
         """Append the record of one state transition and count it."""
         counters.state_seconds[counters.state] += record.at_seconds - counters.since_seconds
         counters.state, counters.since_seconds = record.target, record.at_seconds
-        if record.source is not record.target:  # equal states: a part of an engine was loaded or offloaded
+        # equal states: a part of an engine was loaded or offloaded
+        if record.source is not record.target:
             counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
         counters.skipped_bytes += record.skipped_bytes
@@ -139,18 +158,30 @@ class Journal:
         self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, record.seconds)] += 1
         self._duration_sums[operation] += record.seconds
         self._records.append(record)
-        logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
+        logger.info(
+            "%s: %s, %s -> %s",
+            record.handle,
+            record.trigger,
+            record.source,
+            record.target,
+            extra={"placement": record},
+        )
 
-    def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
+    def failed(
+        self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException
+    ) -> None:
         counters.failures[reason_of(error)] += 1
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
-        # Log text, not the exception: a handler that keeps records would keep the traceback, and with it the phase and the model.
+        # Log text, not the exception: a handler that keeps records would keep the traceback, and
+        # with it the phase and the model.
         logger.warning("%s: %s failed: %s", handle, trigger, str(error) or type(error).__name__)
 
     def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""
         now = time.monotonic()
-        self._phase_seconds[self.phase] = self._phase_seconds.get(self.phase, 0.0) + now - self._phase_since
+        self._phase_seconds[self.phase] = (
+            self._phase_seconds.get(self.phase, 0.0) + now - self._phase_since
+        )
         self._phase_spans.append(PhaseSpan(self.phase, self._phase_since, now, self._only))
         self.phase, self._phase_since, self._only = phase, now, only
 

@@ -13,7 +13,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, SupportsIndex, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
@@ -34,33 +43,45 @@ _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096". Raises ValueError: the text is none of
-    these, or not a whole number of bytes."""
+    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096".
+    Raises ValueError: the text is none of these, or not a whole number of bytes."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is not a number of bytes; write 12GiB, 12GB, 512MiB or 12884901888")
+        raise ValueError(
+            f"{text!r} is not a number of bytes; write 12GiB, 12GB, 512MiB or 12884901888"
+        )
     exponent = " KMGT".index(match[2].upper() or " ")
     size = Decimal(match[1]) * (1024 if match[3] else 1000) ** exponent
     if size != int(size):
-        raise ValueError(f"{text!r} is {size} bytes, which is not a whole number; write whole bytes")
+        raise ValueError(
+            f"{text!r} is {size} bytes, which is not a whole number; write whole bytes"
+        )
     return int(size)
 
 
 def bytes_of(name: str, value: SupportsIndex | str) -> int:
-    """The number of bytes that the argument `name` was given as a number or as text ("1GiB"). Raises TypeError: the value is neither a
-    whole number nor text. Raises ValueError: the text is no number of bytes."""
+    """The number of bytes that the argument `name` was given as a number or as text ("1GiB").
+    Raises TypeError: the value is neither a whole number nor text. Raises ValueError: the text is
+    no number of bytes."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f'{name}={value!r} is not a number of bytes; write a whole number, or text such as "512MiB"')
+        raise TypeError(
+            f"{name}={value!r} is not a number of bytes; write a whole number, "
+            "or "
+            "text "
+            "such as "
+            '"512MiB"'
+        )
     return operator.index(value)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message that proposes the known word that is most like a wrong one; empty if none is."""
+    """The end of an error message that proposes the known word that is most like a wrong one; empty
+    if none is."""
     found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
     return f", did you mean {found[0]!r}?" if found else ""
 
@@ -71,7 +92,9 @@ def _bytes_with_unit(value: Any) -> Any:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-def _folder(value: Any, advice: str = 'write the absolute path of a folder such as "/mnt/nvme/placement"') -> str:
+def _folder(
+    value: Any, advice: str = 'write the absolute path of a folder such as "/mnt/nvme/placement"'
+) -> str:
     if not isinstance(value, str | os.PathLike) or not Path(value).is_absolute():
         raise ValueError(advice)
     return os.fspath(value)
@@ -81,10 +104,12 @@ Bytes = Annotated[int, BeforeValidator(_bytes_with_unit)]
 
 
 class Settings(BaseModel):
-    """The keyword arguments of a manager as data. Frozen; an unknown key is an error that names the nearest known key.
+    """The keyword arguments of a manager as data. Frozen; an unknown key is an error that names the
+    nearest known key.
 
     Raises:
-        ValueError: on construction; names each wrong field (pydantic's `ValidationError` is a ValueError).
+        ValueError: on construction; names each wrong field (pydantic's `ValidationError` is a
+        ValueError).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,34 +117,44 @@ class Settings(BaseModel):
     device: str = Field(default="auto", min_length=1)
     """The device: "auto", "cuda:0", ..."""
     policy: str = Field(default="colocated", min_length=1)
-    """A policy: an entry point's name or "package.module:Class". Either may carry literal options: "colocated(drop_gradients=True)"."""
+    """A policy: an entry point's name or "package.module:Class". Either may carry literal options:
+    "colocated(drop_gradients=True)"."""
     budget_bytes: Bytes | None = Field(default=None, gt=0)
-    """Device bytes that the handles may hold together; "12GiB" works too. None: derived from measured free memory."""
+    """Device bytes that the handles may hold together; "12GiB" works too. None: derived from
+    measured free memory."""
     streamed_bucket_bytes: Bytes = Field(default=512 << 20, gt=0)
-    """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB" works too. A step holds three of them."""
+    """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB"
+    works too. A step holds three of them."""
     pinned_limit_bytes: Bytes | None = Field(default=None, ge=0)
-    """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond it stays pageable. None: no limit."""
+    """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond
+    it stays pageable. None: no limit."""
     host_limit_bytes: Bytes | None = Field(default=None, gt=0)
-    """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed last wait in `disk_directory`. None: no
-    limit."""
+    """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed
+    last wait in `disk_directory`. None: no limit."""
     disk_directory: Annotated[str, BeforeValidator(_folder)] | None = None
-    """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room for."""
+    """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room
+    for."""
     host_copies: HostCopies = "reserved"
-    """Whether the host memory of a trained handle stays reserved while the handle stays on the device: "reserved", so that it can always be
-    offloaded; "while_needed": it is given back where no coming phase needs it, and taken again before one does."""
+    """Whether the host memory of a trained handle stays reserved while the handle stays on the
+    device: "reserved", so that it can always be offloaded; "while_needed": it is given back where
+    no coming phase needs it, and taken again before one does."""
     worker_role: WorkerRole = "hybrid"
     call_deadline_seconds: float = Field(default=30.0, ge=0)
-    """The longest time in seconds that the end of a phase, and a weight sync, wait for a call of a module that another thread is in."""
+    """The longest time in seconds that the end of a phase, and a weight sync, wait for a call of a
+    module that another thread is in."""
     phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
-    """The user's own phases: for each name the roles that it needs on the device, as a list, or as a table with a state for each role:
-    `{"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}}`. Read-only."""
+    """The user's own phases: for each name the roles that it needs on the device, as a list, or as
+    a table with a state for each role: `{"distill": ["actor", "teacher"], "update_ref": {"actor":
+    "GPU_RESIDENT", "ref": "TRAINING"}}`. Read-only."""
     strict: bool = False
     """Whether a reference to offloaded memory raises an error instead of being reported."""
     verify: Verify = "off"
-    """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad memory. "sample" compares one chunk of
-    each moved handle. Both make a load wait for its last byte, so neither is the default: links and server memory check themselves."""
+    """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad
+    memory. "sample" compares one chunk of each moved handle. Both make a load wait for its last
+    byte, so neither is the default: links and server memory check themselves."""
     nan_check: bool = True
-    """Whether an offload raises an error for tensors that were numbers before and are NaN throughout, and keeps the numbers."""
+    """Whether an offload raises an error for tensors that were numbers before and are NaN
+    throughout, and keeps the numbers."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
@@ -129,22 +164,34 @@ class Settings(BaseModel):
     run: str | None = None
     """The run's name in that folder. None: the name that torchrun or Slurm gives."""
     leases: str | None = None
-    """Whether processes that share the GPU agree on its bytes before they load. True ("on" in the environment) uses the default folder; a
-    path names the folder, the same for all of them. None or "off": this process takes whatever is free."""
+    """Whether processes that share the GPU agree on its bytes before they load. True ("on" in the
+    environment) uses the default folder; a path names the folder, the same for all of them. None or
+    "off": this process takes whatever is free."""
     lease_capacity_bytes: Bytes | None = Field(default=None, gt=0)
-    """Device bytes that all these processes may use together; "70GiB" works too. None: the device's memory."""
+    """Device bytes that all these processes may use together; "70GiB" works too. None: the device's
+    memory."""
     lease_priority: int = 0
-    """The process with the higher priority is served first. Equal priorities are served in order of arrival."""
+    """The process with the higher priority is served first. Equal priorities are served in order of
+    arrival."""
     lease_deadline_seconds: float = Field(default=600.0, gt=0)
     """The longest time in seconds that a phase waits for the bytes it needs."""
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        unknown = [str(key) for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
+        unknown = (
+            [str(key) for key in data if key not in cls.model_fields]
+            if isinstance(data, Mapping)
+            else []
+        )
         if unknown:
             known = f"(known keys: {', '.join(cls.model_fields)})"
-            raise ValueError("; ".join(f"unknown key {key!r}{nearest(key, cls.model_fields)} {known}" for key in unknown))
+            raise ValueError(
+                "; ".join(
+                    f"unknown key {key!r}{nearest(key, cls.model_fields)} {known}"
+                    for key in unknown
+                )
+            )
         return data
 
     @field_validator("leases", mode="before")
@@ -155,12 +202,16 @@ class Settings(BaseModel):
             return None
         if word in _ON:
             return LEASES_FOLDER
-        return _folder(value, 'write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
+        return _folder(
+            value, 'write on, off, or the absolute path of a folder such as "/dev/shm/placement"'
+        )
 
     @model_validator(mode="after")
     def _limit_and_folder(self) -> Self:
         if (self.host_limit_bytes is None) is not (self.disk_directory is None):
-            raise ValueError("host_limit_bytes and disk_directory belong together: give both, or neither")
+            raise ValueError(
+                "host_limit_bytes and disk_directory belong together: give both, or neither"
+            )
         return self
 
     @field_validator("verify", mode="before")
@@ -177,18 +228,24 @@ class Settings(BaseModel):
 
     @field_serializer("phases")
     def _plain_phases(self, phases: OwnPhases) -> dict[str, Any]:
-        return {name: dict(wanted) if isinstance(wanted, Mapping) else wanted for name, wanted in phases.items()}
+        return {
+            name: dict(wanted) if isinstance(wanted, Mapping) else wanted
+            for name, wanted in phases.items()
+        }
 
     @classmethod
-    def from_any(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Settings:
-        """Make settings from a mapping, from the path of a TOML file, or, for None, from environment variables `PLACEMENT_<FIELD>`.
+    def from_any(
+        cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None
+    ) -> Settings:
+        """Make settings from a mapping, from the path of a TOML file, or, for None, from
+        environment variables `PLACEMENT_<FIELD>`.
 
-        `PLACEMENT_PHASES` is JSON: `{"distill": ["actor", "teacher"]}`. An empty variable counts as unset. Convert an OmegaConf node
-        with `OmegaConf.to_container(node, resolve=True)` first.
+        `PLACEMENT_PHASES` is JSON: `{"distill": ["actor", "teacher"]}`. An empty variable counts as
+        unset. Convert an OmegaConf node with `OmegaConf.to_container(node, resolve=True)` first.
 
         Raises:
-            ValueError: a key is unknown or a value is wrong; the message names the key and its source.
-            OSError: the file cannot be read.
+            ValueError: a key is unknown or a value is wrong; the message names the key and its
+            source. OSError: the file cannot be read.
             TypeError: `source` has another type.
         """
         if isinstance(source, Settings):
@@ -199,10 +256,14 @@ class Settings(BaseModel):
             return cls._checked(dict(source), "settings")
         if isinstance(source, str | os.PathLike):
             try:
-                return cls._checked(tomllib.loads(Path(source).read_text(encoding="utf-8")), str(source))
+                return cls._checked(
+                    tomllib.loads(Path(source).read_text(encoding="utf-8")), str(source)
+                )
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
                 raise ValueError(f"{source}: not a TOML file: {exc}") from exc
-        raise TypeError(f"settings must be a mapping, a path, a Settings or None, not {type(source).__name__}")
+        raise TypeError(
+            f"settings must be a mapping, a path, a Settings or None, not {type(source).__name__}"
+        )
 
     @classmethod
     def _checked(cls, values: dict[str, Any], source: str) -> Self:
@@ -215,13 +276,15 @@ class Settings(BaseModel):
                 if where and source == "environment":
                     where = PREFIX + where.upper()
                 value = f" (got {error['input']!r})" if where else ""
-                what = error["msg"].removeprefix("Value error, ")  # pydantic's words before those of a validator
+                # pydantic's words before those of a validator
+                what = error["msg"].removeprefix("Value error, ")
                 problems.append(f"{where}: {what}{value}" if where else what)
             raise ValueError(f"{source}: {'; '.join(problems)}") from exc
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be written; `Settings` says what they mean."""
+    """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be
+    written; `Settings` says what they mean."""
 
     streamed_bucket_bytes: int | str
     call_deadline_seconds: float
@@ -244,22 +307,30 @@ class SettingsKeywords(TypedDict, total=False):
 
 
 def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:
-    """Check one of the user's own phases: its name, and the roles or the states of roles that it wants. Raises ValueError: says what is
-    wrong and what to write."""
+    """Check one of the user's own phases: its name, and the roles or the states of roles that it
+    wants. Raises ValueError: says what is wrong and what to write."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"phase name {name!r} must match {NAME.pattern}")
     if name in PHASES:
         raise ValueError(f"phase {name!r} is a phase of placement's own; choose another name")
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
-        raise ValueError(f"phase {name!r}: write a list of roles, or a table with a state for each role")  # noqa: TRY004 - as above
+        raise ValueError(  # noqa: TRY004
+            f"phase {name!r}: write a list of roles, or a table with a state for each role"
+        )
     for role in wanted:
         if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"phase {name!r}: unknown role {role!r}{nearest(str(role), ROLES)}; known roles: {', '.join(ROLES)}")
+            raise ValueError(
+                f"phase {name!r}: unknown role {role!r}{nearest(str(role), ROLES)}; known roles: "
+                f"{', '.join(ROLES)}"
+            )
     if not isinstance(wanted, Mapping):
         return tuple(wanted)
     for role, state in wanted.items():
         if state not in _WANTED:
-            raise ValueError(f"phase {name!r}: {role!r} cannot be {state!r}; write one of {', '.join(_WANTED)}, or leave {role!r} out")
+            raise ValueError(
+                f"phase {name!r}: {role!r} cannot be {state!r}; write one of {', '.join(_WANTED)}, "
+                f"or leave {role!r} out"
+            )
     return ReadOnly({role: State(state) for role, state in wanted.items()})
 
 
@@ -272,7 +343,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if key.lower() not in Settings.model_fields:
             known = [PREFIX + field.upper() for field in Settings.model_fields]
             closest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"environment: unknown variable {variable!r}, did you mean {closest!r}? (known: {', '.join(known)})")
+            raise ValueError(
+                f"environment: unknown variable {variable!r}, did you mean {closest!r}? (known: "
+                f"{', '.join(known)})"
+            )
         values[key.lower()] = text
     if "phases" in values:
         try:

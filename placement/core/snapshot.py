@@ -1,8 +1,9 @@
-"""Immutable data about a manager: `Snapshot` for metrics, pages and logs, `Audit` to compare declared with measured state.
+"""Immutable data about a manager: `Snapshot` for metrics, pages and logs, `Audit` to compare
+declared with measured state.
 
 `LinkRates` and `TransitionSeconds` are what `placement doctor` measures and forecasts count with.
-Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte counts end in `_bytes`, durations in `_seconds`,
-points in time in `_timestamp_seconds` (Unix time).
+Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte counts end in
+`_bytes`, durations in `_seconds`, points in time in `_timestamp_seconds` (Unix time).
 """
 
 from __future__ import annotations
@@ -37,19 +38,25 @@ class HandleSnapshot(Frozen):
     built: bool
     kept: bool
     num_bytes: int
-    """Device bytes that the handle needs while resident. For an optimizer this includes state that its steps have still to create."""
+    """Device bytes that the handle needs while resident. For an optimizer this includes state that
+    its steps have still to create."""
     resident_bytes: int
     """Device bytes that the handle holds now."""
     prefetched_bytes: int = 0
-    """The part of `resident_bytes` that arrived early: of an offloaded handle (`Plan.prefetch`), or for a step that streams its state."""
+    """The part of `resident_bytes` that arrived early: of an offloaded handle (`Plan.prefetch`), or
+    for a step that streams its state."""
     foreign_bytes: int = 0
-    """Device bytes that a framework keeps for the handle even while it is offloaded. They are not part of `resident_bytes`."""
+    """Device bytes that a framework keeps for the handle even while it is offloaded. They are not
+    part of `resident_bytes`."""
     host_bytes: int
-    """Host bytes of its host copy; for a rollout engine that keeps its weights by itself, of the engine's mirror."""
+    """Host bytes of its host copy; for a rollout engine that keeps its weights by itself, of the
+    engine's mirror."""
     mirror_bytes: int = 0
-    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps while they are off the device."""
+    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps
+    while they are off the device."""
     disk_bytes: int = 0
-    """Bytes of the files that the host copy has on disk. A file is kept while its bytes are in host memory, too."""
+    """Bytes of the files that the host copy has on disk. A file is kept while its bytes are in host
+    memory, too."""
     host_pageable_bytes: int
     """The part of `host_bytes` that could not be pinned."""
     state_seconds: dict[State, float]
@@ -72,13 +79,15 @@ class HandleSnapshot(Frozen):
     drift_bytes: int
     """Bytes of tensors that the last audit found outside the handle's ranges."""
     stray_references: int
-    """References to offloaded storages beyond those that existed at adoption, counted at the last offload."""
+    """References to offloaded storages beyond those that existed at adoption, counted at the last
+    offload."""
     resident_tags: tuple[str, ...] = ()
     """The tags that are on the device, for an engine that places its own memory."""
     offloaded_tags: tuple[str, ...] = ()
     """The engine's tags that are not on the device."""
     registered_timestamp_seconds: float = 0.0
-    """The time of registration. It tells apart two objects that were registered under one name, one after the other."""
+    """The time of registration. It tells apart two objects that were registered under one name, one
+    after the other."""
     stale: str | None = None
     """Why the weights are invalid until a weight sync fills them; None while they are valid."""
 
@@ -88,7 +97,8 @@ class DurationHistogram(Frozen):
 
     operation: str  # the operation: "load", "offload" or "sync"
     upper_bounds_seconds: tuple[float, ...]
-    counts: tuple[int, ...]  # counts per bucket, not cumulative. There is one more than bounds; the last is +Inf.
+    # counts per bucket, not cumulative. There is one more than bounds; the last is +Inf.
+    counts: tuple[int, ...]
     sum_seconds: float
 
 
@@ -126,7 +136,8 @@ class LeaseSnapshot(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""
+    """A communicator of this process, whose device memory is neither torch's allocator's nor
+    placement's."""
 
     name: str  # the name of its process group, unique in this process
     ranks: tuple[int, ...]  # the ranks of the group, as the default group numbers them
@@ -148,7 +159,8 @@ class Snapshot(Frozen):
     phase_seconds: dict[str, float]
     """Seconds in each phase, including the open one. Only the innermost open phase counts."""
     phase_stall_seconds: dict[str, float]
-    """Seconds that the worker waited for moves at the phase transitions of each phase, without the time for its own kernels."""
+    """Seconds that the worker waited for moves at the phase transitions of each phase, without the
+    time for its own kernels."""
     durations: tuple[DurationHistogram, ...]
     policy_decisions: dict[str, int]
     """Number of policy decisions: load, offload, keep, refuse."""
@@ -156,20 +168,25 @@ class Snapshot(Frozen):
     unpaired_bytes: int
     """Bytes held by handles that should have been offloaded when their phase ended."""
     unaccounted_bytes: int
-    """At the last phase transition: device used − torch reserved − our chunks and poison − others' use then, where visible."""
+    """At the last phase transition: device used − torch reserved − our chunks and poison − others'
+    use then, where visible."""
     other_processes_bytes: int | None = None
-    """Device bytes of other processes according to NVML; None where NVML is not installed, not asked, or gives no answer."""
+    """Device bytes of other processes according to NVML; None where NVML is not installed, not
+    asked, or gives no answer."""
     communicators: tuple[Communicator, ...] = ()
-    """The communicators of this process on the device, as of the last phase transition that moved something."""
+    """The communicators of this process on the device, as of the last phase transition that moved
+    something."""
     communicator_bytes: int | None = None
-    """Their device bytes, which are part of `unaccounted_bytes`; None where one of them does not say how many it holds."""
+    """Their device bytes, which are part of `unaccounted_bytes`; None where one of them does not
+    say how many it holds."""
     ipc_collected_bytes: int = 0
-    """Bytes of tensors shared with other processes that came back because those had dropped them."""
+    """Bytes of tensors shared with other processes that came back because those had dropped
+    them."""
     prefetch_discarded_bytes: int = 0
     """Bytes that arrived early and were given up unused."""
     disk_wait_seconds: float = 0.0
-    """Seconds that callers have waited for host copies to leave for the disk or to come back. Inside a phase transition they are part of
-    its stall."""
+    """Seconds that callers have waited for host copies to leave for the disk or to come back.
+    Inside a phase transition they are part of its stall."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -182,22 +199,28 @@ class Snapshot(Frozen):
     """The lease; None where the GPU is not shared by leases."""
 
     def since(self, earlier: Snapshot) -> dict[str, float]:
-        """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since an earlier snapshot of this manager.
+        """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since
+        an earlier snapshot of this manager.
 
-        `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"), `phase_seconds` by phase,
-        `loaded_bytes`, `prefetch_used_bytes` (the part of them that nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`,
-        `skipped_bytes`, `disk_wait_seconds`, `failures` and `pairing_violations` are differences. `resident_bytes`, `host_bytes` and
-        `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
-        do not count.
+        `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"),
+        `phase_seconds` by phase, `loaded_bytes`, `prefetch_used_bytes` (the part of them that
+        nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`, `skipped_bytes`,
+        `disk_wait_seconds`, `failures` and `pairing_violations` are differences. `resident_bytes`,
+        `host_bytes` and `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the
+        manager's life. Handles that were unregistered since do not count.
         """
-        before = {(handle.name, handle.registered_timestamp_seconds): handle for handle in earlier.handles}
+        before = {
+            (handle.name, handle.registered_timestamp_seconds): handle for handle in earlier.handles
+        }
         moved = ("loaded_bytes", "prefetch_used_bytes", "offloaded_bytes", "skipped_bytes")
         figures: dict[str, float] = dict.fromkeys((*moved, "failures"), 0.0)
         for handle in self.handles:
             old = before.get((handle.name, handle.registered_timestamp_seconds))
             for name in moved:
                 figures[name] += getattr(handle, name) - (0 if old is None else getattr(old, name))
-            figures["failures"] += sum(handle.failures.values()) - (0 if old is None else sum(old.failures.values()))
+            figures["failures"] += sum(handle.failures.values()) - (
+                0 if old is None else sum(old.failures.values())
+            )
         for name in ("prefetch_discarded_bytes", "pairing_violations", "disk_wait_seconds"):
             figures[name] = getattr(self, name) - getattr(earlier, name)
         for name in ("resident_bytes", "host_bytes", "disk_bytes"):
@@ -231,8 +254,11 @@ class TransitionSeconds(Frozen):
     alone: float  # a phase transition that moves nothing
     moving: float  # one that moves hardly any bytes
     loaded_byte: float  # more for each byte that is loaded: memory is mapped behind addresses
-    offloaded_byte: float  # more for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver
-    skipped_byte: float  # the same, for each byte that leaves without a copy because it is proved unchanged
+    # more for each byte that is copied to the host: fingerprints are computed, and memory goes back
+    # to the driver
+    offloaded_byte: float
+    # the same, for each byte that leaves without a copy because it is proved unchanged
+    skipped_byte: float
 
 
 class Finding(Frozen):
@@ -240,7 +266,8 @@ class Finding(Frozen):
 
     handle: str | None
     what: str
-    """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write", "unregistered_optimizer"."""
+    """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write",
+    "unregistered_optimizer"."""
     detail: str
 
 
@@ -252,32 +279,49 @@ class Audit(Frozen):
     resident_bytes: int
     """Measured device bytes of all handles."""
     foreign_bytes: int = 0
-    """Device bytes that frameworks keep for handles in every state (a reducer's buckets). The report names them; they are no finding."""
+    """Device bytes that frameworks keep for handles in every state (a reducer's buckets). The
+    report names them; they are no finding."""
     unaccounted_bytes: int = 0
-    """Device bytes that are neither torch's, nor placement's, nor of a visible process. The report names likely owners; no finding."""
+    """Device bytes that are neither torch's, nor placement's, nor of a visible process. The report
+    names likely owners; no finding."""
     report: str
     """The audit as text, one line for each handle."""
 
 
 # --- as text
 
-WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
+WORDS = {
+    State.CPU_OFFLOADED: "off",
+    State.GPU_RESIDENT: "gpu",
+    State.SYNCING: "sync",
+    State.TRAINING: "train",
+}
 
 
 def summary(snapshot: Snapshot) -> str:
-    """One line a handle: share of time in each state, transitions, failures, bytes each way. The last line has the worker's totals."""
+    """One line a handle: share of time in each state, transitions, failures, bytes each way. The
+    last line has the worker's totals."""
     shares = "".join(f"{word:>7}" for word in WORDS.values())
-    lines = [f"{'handle':<24}{shares}{'moves':>8}{'failed':>8}{'loaded':>12}{'offloaded':>12}{'skipped':>12}"]
+    lines = [
+        f"{'handle':<24}{shares}{'moves':>8}{'failed':>8}{'loaded':>12}{'offloaded':>12}{'skipped':>12}"
+    ]
     for handle in snapshot.handles:
         total = sum(handle.state_seconds.values()) or 1.0
         share = "".join(f"{handle.state_seconds.get(state, 0.0) / total:>7.1%}" for state in WORDS)
         counts = f"{sum(handle.transitions.values()):>8}{sum(handle.failures.values()):>8}"
-        sizes = "".join(f"{readable(nbytes):>12}" for nbytes in (handle.loaded_bytes, handle.offloaded_bytes, handle.skipped_bytes))
+        sizes = "".join(
+            f"{readable(nbytes):>12}"
+            for nbytes in (handle.loaded_bytes, handle.offloaded_bytes, handle.skipped_bytes)
+        )
         lines.append(f"{handle.name:<24}{share}{counts}{sizes}")
-    seconds, stalled = sum(snapshot.phase_seconds.values()), sum(snapshot.phase_stall_seconds.values())
+    seconds, stalled = (
+        sum(snapshot.phase_seconds.values()),
+        sum(snapshot.phase_stall_seconds.values()),
+    )
     lines.append(
-        f"{seconds:.1f} s, {stalled:.2f} s of it waiting for moves; at most {readable(snapshot.peak_bytes)} on {snapshot.device} "
-        f"together; {snapshot.pairing_violations} pairing violations, {snapshot.wrong_writes} wrong writes"
+        f"{seconds:.1f} s, {stalled:.2f} s of it waiting for moves; at most "
+        f"{readable(snapshot.peak_bytes)} on {snapshot.device} together; "
+        f"{snapshot.pairing_violations} pairing violations, {snapshot.wrong_writes} wrong writes"
     )
     return "\n".join(lines)
 

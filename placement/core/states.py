@@ -1,4 +1,5 @@
-"""The vocabulary of the state machine: states, triggers, phases, and the data that a policy reads and returns.
+"""The vocabulary of the state machine: states, triggers, phases, and the data that a policy reads
+and returns.
 
 Imports the standard library only. Everything here is immutable data; nothing here moves a byte.
 """
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
 OwnPhases = Mapping[str, "tuple[str, ...] | Mapping[str, State]"]
-"""The user's own phases: for each name the roles that it needs on the device, or a state for each of these roles."""
+"""The user's own phases: for each name the roles that it needs on the device, or a state for each
+of these roles."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -22,13 +24,15 @@ class State(enum.StrEnum):
     """The states of a handle. Each says what may be done with the handle."""
 
     CPU_OFFLOADED = "CPU_OFFLOADED"
-    """The values are in the host copy; the last bytes may still be on their way there. Poison is mapped behind the device addresses."""
+    """The values are in the host copy; the last bytes may still be on their way there. Poison is
+    mapped behind the device addresses."""
     GPU_RESIDENT = "GPU_RESIDENT"
     """The values are on the device and may be read there."""
     SYNCING = "SYNCING"
     """The weights are being published: nothing may move or write them."""
     TRAINING = "TRAINING"
-    """The values may change. They are on the device, or each step of an optimizer streams its state there and back."""
+    """The values may change. They are on the device, or each step of an optimizer streams its state
+    there and back."""
 
 
 class Trigger(enum.StrEnum):
@@ -62,7 +66,8 @@ TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
     (Trigger.SYNC_TO_TRAIN, State.SYNCING, State.TRAINING),
     (Trigger.TRAIN_TO_SYNC, State.TRAINING, State.SYNCING),
 )
-"""The only table of state transitions. The machine, the diagram in docs/concepts.md and the tests read it."""
+"""The only table of state transitions. The machine, the diagram in docs/concepts.md and the tests
+read it."""
 
 
 IDLE = "idle"
@@ -90,10 +95,14 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class ReadOnly(dict[_K, _V]):
-    """A read-only dictionary. Unlike a `MappingProxyType` it can be copied, pickled and written as JSON."""
+    """A read-only dictionary. Unlike a `MappingProxyType` it can be copied, pickled and written as
+    JSON."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("this mapping is read-only: a policy must return a new Plan instead of changing its View")
+        raise TypeError(
+            "this mapping is read-only: a policy must return a new Plan instead of changing its "
+            "View"
+        )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -114,20 +123,25 @@ class HandleView:
     role: str | None
     state: State
     num_bytes: int
-    """Device bytes that the handle needs while it is on the device; 0 for an unbuilt `Lazy` and for an external handle. State that an
-    optimizer's steps have still to create is included where its size is known, even while the optimizer is on the device."""
+    """Device bytes that the handle needs while it is on the device; 0 for an unbuilt `Lazy` and for
+    an external handle. State that an optimizer's steps have still to create is included where its
+    size is known, even while the optimizer is on the device."""
     resident_bytes: int = 0
-    """Device bytes that the handle holds now, with those that arrived early (see `Plan.prefetch`)."""
+    """Device bytes that the handle holds now, with those that arrived early (see
+    `Plan.prefetch`)."""
     prefetched_bytes: int = 0
-    """The part of `resident_bytes` that arrived early, or is arriving. 0 while the handle is on the device."""
+    """The part of `resident_bytes` that arrived early, or is arriving. 0 while the handle is on the
+    device."""
     can_prefetch: bool = True
-    """Whether `Plan.prefetch` may name the handle: placement moves its bytes, from a host copy of this process alone."""
+    """Whether `Plan.prefetch` may name the handle: placement moves its bytes, from a host copy of
+    this process alone."""
     owners: tuple[str, ...] = ()
     """For an optimizer: the module handles whose parameters it steps."""
     readonly: bool = False
     external: bool = False
     gathers: bool = False
-    """Whether the framework gathers values on the device for a state dict (FSDP1), so that the host copy cannot stand in for them."""
+    """Whether the framework gathers values on the device for a state dict (FSDP1), so that the host
+    copy cannot stand in for them."""
     built: bool = True
     kept: bool = False
     """Whether `phase.keep` carried the handle's residency over the end of an earlier phase."""
@@ -138,7 +152,8 @@ class HandleView:
     streaming: bool = False
     """Whether the handle is published or stepped from its host copy now."""
     window_bytes: int = 0
-    """For an optimizer: the most device bytes that its steps hold of its state while they stream it."""
+    """For an optimizer: the most device bytes that its steps hold of its state while they stream
+    it."""
     unstreamable: str | None = None
     """For an optimizer: why its steps cannot stream its state; None where they can."""
 
@@ -149,7 +164,14 @@ class HandleView:
     def at_rest(self) -> HandleView:
         """The handle as it would be off the device, and not streamed from there either."""
         nowhere = frozenset[str]()
-        return replace(self, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=nowhere, streaming=False)
+        return replace(
+            self,
+            state=State.CPU_OFFLOADED,
+            resident_bytes=0,
+            prefetched_bytes=0,
+            resident_tags=nowhere,
+            streaming=False,
+        )
 
 
 def _without(name: str, of: Mapping[str, _V]) -> dict[str, _V]:
@@ -161,14 +183,18 @@ class Plan:
     """One target state for every handle. Immutable; the methods return new plans.
 
     Attributes:
-        streamed: handles that are used from the host copy, without loading: a model's SYNCING is published from there, and each step of
+        streamed: handles that are used from the host copy, without loading: a model's SYNCING is
+        published from there, and each step of
             an optimizer that is TRAINING streams the optimizer's state from there and back.
-        dropped: handles whose gradients are set to None, not copied, when this plan takes them out of TRAINING.
-        parts: engines that are on the device in part, with the tags that are; every other engine is there whole.
-        prefetch: device bytes to bring while the phase computes, by handle, in this order. The handles are CPU_OFFLOADED under this plan,
-            and stay so: what has arrived early spares the phase transition that loads them the copy. It is a wish, not a need: the
-            manager brings as much as the budget leaves, and gives the memory back when something else needs it. A handle that leaves
-            the device with this plan keeps its bytes there until they are saved, and then the first in this order get their room.
+        dropped: handles whose gradients are set to None, not copied, when this plan takes them out
+        of TRAINING. parts: engines that are on the device in part, with the tags that are; every
+        other engine is there whole. prefetch: device bytes to bring while the phase computes, by
+        handle, in this order. The handles are CPU_OFFLOADED under this plan,
+            and stay so: what has arrived early spares the phase transition that loads them the
+            copy. It is a wish, not a need: the manager brings as much as the budget leaves, and
+            gives the memory back when something else needs it. A handle that leaves the device with
+            this plan keeps its bytes there until they are saved, and then the first in this order
+            get their room.
     """
 
     targets: Mapping[str, State]
@@ -182,14 +208,23 @@ class Plan:
         object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()} if self.parts else {}))
+        object.__setattr__(
+            self,
+            "parts",
+            ReadOnly(
+                {n: frozenset(tags) for n, tags in dict(self.parts).items()} if self.parts else {}
+            ),
+        )
         object.__setattr__(self, "prefetch", ReadOnly(self.prefetch))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
 
-    def also(self, handle: HandleView | str, state: State, tags: frozenset[str] | None = None) -> Plan:
-        """This plan with one more target. A handle that the plan already wants on the device keeps its target.
+    def also(
+        self, handle: HandleView | str, state: State, tags: frozenset[str] | None = None
+    ) -> Plan:
+        """This plan with one more target. A handle that the plan already wants on the device keeps
+        its target.
 
         Args:
             tags: the engine's tags to have on the device; None for the whole engine.
@@ -198,18 +233,26 @@ class Plan:
         if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
             return self
         parts = self.parts if tags is None else {**self.parts, name: tags}
-        return replace(self, targets={**self.targets, name: state}, parts=parts, prefetch=_without(name, self.prefetch))
+        return replace(
+            self,
+            targets={**self.targets, name: state},
+            parts=parts,
+            prefetch=_without(name, self.prefetch),
+        )
 
     def on_device(self, name: str) -> bool:
         """Whether the handle's bytes are on the device under this plan."""
         return self.targets[name] is not State.CPU_OFFLOADED and name not in self.streamed
 
     def limited_to(self, names: Iterable[str], enclosing: Plan) -> Plan:
-        """This plan for the handles in `names`, and `enclosing` for every other handle: the meaning of `phase(only=...)`."""
+        """This plan for the handles in `names`, and `enclosing` for every other handle: the meaning
+        of `phase(only=...)`."""
         chosen = set(names)
 
         def mixed(mine: Mapping[str, _V], theirs: Mapping[str, _V]) -> dict[str, _V]:
-            return {n: v for n, v in mine.items() if n in chosen} | {n: v for n, v in theirs.items() if n not in chosen}
+            return {n: v for n, v in mine.items() if n in chosen} | {
+                n: v for n, v in theirs.items() if n not in chosen
+            }
 
         return Plan(
             {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()},
@@ -220,19 +263,27 @@ class Plan:
         )
 
     def giving_up(self, name: str) -> Plan:
-        """This plan with a handle off the device. If the plan drops its gradients, it still does."""
+        """This plan with a handle off the device. If the plan drops its gradients, it still
+        does."""
         targets = {**self.targets, name: State.CPU_OFFLOADED}
-        return replace(self, targets=targets, streamed=self.streamed - {name}, parts=_without(name, self.parts))
+        return replace(
+            self, targets=targets, streamed=self.streamed - {name}, parts=_without(name, self.parts)
+        )
 
     def without(self, name: str) -> Plan:
         """This plan without the handle `name`, for a worker that does not have it."""
-        targets, parts, prefetch = _without(name, self.targets), _without(name, self.parts), _without(name, self.prefetch)
+        targets, parts, prefetch = (
+            _without(name, self.targets),
+            _without(name, self.parts),
+            _without(name, self.prefetch),
+        )
         return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts, prefetch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """The input of a policy's decision. Pure data: reading it has no effect and makes no device call."""
+    """The input of a policy's decision. Pure data: reading it has no effect and makes no device
+    call."""
 
     phase: str
     enclosing: str | None = None
@@ -251,13 +302,17 @@ class View:
         object.__setattr__(self, "phases", ReadOnly(self.phases))
 
     def wanted_states(self, phase: str) -> Mapping[str, State]:
-        """The state that one of the user's own phases wants for each of its roles: GPU_RESIDENT where it names the roles alone."""
+        """The state that one of the user's own phases wants for each of its roles: GPU_RESIDENT
+        where it names the roles alone."""
         wanted = self.phases[phase]
         return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, State.GPU_RESIDENT)
 
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
-        """The handles with one of these roles, in registration order; only of one kind if `kind` is given."""
-        return tuple([h for h in self.handles.values() if h.role in roles and kind in (None, h.kind)])
+        """The handles with one of these roles, in registration order; only of one kind if `kind` is
+        given."""
+        return tuple(
+            [h for h in self.handles.values() if h.role in roles and kind in (None, h.kind)]
+        )
 
     @property
     def known_phases(self) -> tuple[str, ...]:
@@ -278,7 +333,13 @@ class View:
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under `plan`."""
-        return sum([bytes_under(plan, h) for h in self.handles.values() if plan.targets.get(h.name) is not State.CPU_OFFLOADED])
+        return sum(
+            [
+                bytes_under(plan, h)
+                for h in self.handles.values()
+                if plan.targets.get(h.name) is not State.CPU_OFFLOADED
+            ]
+        )
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
         """Whether `plan`, with the handles `more` on the device too, stays within the budget."""
@@ -286,18 +347,26 @@ class View:
         return self.bytes_of(plan) + extra <= self.budget_bytes
 
     def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
-        """Choose handles to leave the device so that a deficit is covered; all candidates where even they are not enough.
+        """Choose handles to leave the device so that a deficit is covered; all candidates where
+        even they are not enough.
 
-        Handles that need not be copied back (readonly, or a module that no optimizer steps) are chosen before the others. In each group
-        the smallest handle that covers the deficit is chosen, else the largest.
+        Handles that need not be copied back (readonly, or a module that no optimizer steps) are
+        chosen before the others. In each group the smallest handle that covers the deficit is
+        chosen, else the largest.
 
         Args:
             freed_bytes: the candidates, with the device bytes that each would free.
         """
         if deficit_bytes <= 0:
             return set()
-        stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
-        clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
+        stepped = {
+            owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners
+        }
+        clean = {
+            n
+            for n in freed_bytes
+            if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)
+        }
         evicted: list[str] = []
         for group in (clean, freed_bytes.keys() - clean):
             by_size = sorted((n for n in freed_bytes if n in group), key=freed_bytes.__getitem__)
@@ -314,7 +383,8 @@ class View:
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
-    """Device bytes that one handle has under a plan. External handles count 0, a streamed step the most that it holds."""
+    """Device bytes that one handle has under a plan. External handles count 0, a streamed step the
+    most that it holds."""
     if handle.external or (state := plan.targets[handle.name]) is State.CPU_OFFLOADED:
         return 0
     if handle.name in plan.streamed:
@@ -327,12 +397,14 @@ def bytes_under(plan: Plan, handle: HandleView) -> int:
 class Policy(Protocol):
     """Decides where every handle belongs in a phase.
 
-    The manager calls `plan` with its lock held, before any byte moves. A phase transition (entry, switch, exit) or a registration may call
-    it several times: for the phase that begins, again once a `Lazy` was built for it, for the enclosing phase (outside every phase that
-    is `idle`), and with a budget of 0 bytes to learn what the phase needs in any case.
+    The manager calls `plan` with its lock held, before any byte moves. A phase transition (entry,
+    switch, exit) or a registration may call it several times: for the phase that begins, again once
+    a `Lazy` was built for it, for the enclosing phase (outside every phase that is `idle`), and
+    with a budget of 0 bytes to learn what the phase needs in any case.
 
-    The returned plan names every handle of the view. It depends on the view alone: equal views give equal plans, on every rank. The
-    manager checks whether the bytes fit. A policy keeps optional handles on the device only where `view.fits` allows it.
+    The returned plan names every handle of the view. It depends on the view alone: equal views give
+    equal plans, on every rank. The manager checks whether the bytes fit. A policy keeps optional
+    handles on the device only where `view.fits` allows it.
 
     Raises:
         PolicyError: the phase is not one of `view.known_phases`.

@@ -1,10 +1,13 @@
-"""The pieces that a `Device` hands out or moves, and what it says of its memory: the contract for implementations, beside `base`.
+"""The pieces that a `Device` hands out or moves, and what it says of its memory: the contract for
+implementations, beside `base`.
 
 * `Addresses`: device addresses that stay for life. Either memory or poison is behind them.
-* `Chunk`: physical device memory. It is put behind addresses and taken away again. The driver's "free" counts chunks.
+* `Chunk`: physical device memory. It is put behind addresses and taken away again. The driver's
+  "free" counts chunks.
 * `HostSlab`: host memory that holds the copy of offloaded values.
 
-`Outside` follows, from one phase transition to the next, the device memory that neither torch's allocator nor a chunk holds.
+`Outside` follows, from one phase transition to the next, the device memory that neither torch's
+allocator nor a chunk holds.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class DeviceMemory:
     total_bytes: int
     free_bytes: int
     torch_reserved_bytes: int
-    """Bytes that torch's caching allocator holds in this process, used or cached (0 where it has none). Ranges do not count."""
+    """Bytes that torch's caching allocator holds in this process, used or cached (0 where it has
+    none). Ranges do not count."""
     chunk_bytes: int  # bytes that this device's chunks hold in this process, without poison
     poison_bytes: int
 
@@ -50,14 +54,16 @@ class DeviceMemory:
 
     @property
     def unaccounted_bytes(self) -> int:
-        """Used bytes that are neither torch's nor this device's: the driver's context, communicators, other processes."""
+        """Used bytes that are neither torch's nor this device's: the driver's context,
+        communicators, other processes."""
         return self.used_bytes - self.torch_reserved_bytes - self.chunk_bytes - self.poison_bytes
 
 
 class Addresses(abc.ABC):
     """Reserved device addresses. They are given back when this object dies, never before.
 
-    `Device.view` makes tensors that keep this object alive, so a range outlives the manager for as long as a tensor lies in it.
+    `Device.view` makes tensors that keep this object alive, so a range outlives the manager for as
+    long as a tensor lies in it.
     """
 
     base: int  # the first address, a multiple of the device's granularity
@@ -74,29 +80,36 @@ class WrittenPoison:
 
 
 class Chunk(abc.ABC):
-    """Physical device memory. `Device.release` returns it to the driver, and so does the death of this object."""
+    """Physical device memory. `Device.release` returns it to the driver, and so does the death of
+    this object."""
 
-    nbytes: int  # a multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a range
+    # a multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a
+    # range
+    nbytes: int
 
 
 class HostSlab(abc.ABC):
-    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead. Forked children do not have it
-    (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes."""
+    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are
+    dead. Forked children do not have it (`MADV_DONTFORK`): a child that touches it crashes instead
+    of reading old bytes."""
 
     address: int
     nbytes: int
     ready: threading.Event
-    """Set once it is pinned or refused, or need not be pinned. Until then the memory can be used, and device copies wait."""
+    """Set once it is pinned or refused, or need not be pinned. Until then the memory can be used,
+    and device copies wait."""
 
     @property
     @abc.abstractmethod
     def pinned(self) -> bool:
-        """Whether it is pinned, so that the driver copies it at full link speed. False on a device that needs no pinning."""
+        """Whether it is pinned, so that the driver copies it at full link speed. False on a device
+        that needs no pinning."""
 
     @property
     @abc.abstractmethod
     def pageable_reason(self) -> str | None:
-        """Why it is not pinned although the device wanted it pinned; None while that is not decided."""
+        """Why it is not pinned although the device wanted it pinned; None while that is not
+        decided."""
 
     @property
     def pageable_bytes(self) -> int:
@@ -105,16 +118,19 @@ class HostSlab(abc.ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the machine's memory that count for this process: all, or its share where processes share the slab."""
+        """Bytes of the machine's memory that count for this process: all, or its share where
+        processes share the slab."""
         return self.nbytes
 
     @property
     def has_views(self) -> bool:
-        """Whether a tensor of `view` may be alive. If so, the memory is not used for other bytes."""
+        """Whether a tensor of `view` may be alive. If so, the memory is not used for other
+        bytes."""
         return True
 
     def claim(self) -> None:
-        """Have the memory here until the next phase transition is over, for whoever uses its addresses. Waits where it has to come back.
+        """Have the memory here until the next phase transition is over, for whoever uses its
+        addresses. Waits where it has to come back.
 
         Raises:
             HostMemoryError: there is not enough memory for what has left.
@@ -122,36 +138,48 @@ class HostSlab(abc.ABC):
 
     @abc.abstractmethod
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
+        """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size,
+        that keeps the slab alive."""
 
 
 class SharedHostSlab(HostSlab):
-    """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed when the last has unmapped it."""
+    """A host copy that several processes have mapped, see `Device.shared_host`. Its memory is freed
+    when the last has unmapped it."""
 
-    extra: torch.Tensor  # the bytes behind the copy in the file, for messages between the processes. It does not keep the slab alive.
+    # the bytes behind the copy in the file, for messages between the processes. It does not keep
+    # the slab alive.
+    extra: torch.Tensor
 
     @abc.abstractmethod
     def pin(self) -> None:
-        """Pin all of it in the background, if the device wants that. Called once every process has taken its own share."""
+        """Pin all of it in the background, if the device wants that. Called once every process has
+        taken its own share."""
 
 
 class Mark:
-    """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it, any number of times."""
+    """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it,
+    any number of times."""
 
 
-_OWNERS = "the driver's context and its kernels, libraries that allocate by themselves, communicators"
+_OWNERS = (
+    "the driver's context and its kernels, libraries that allocate by themselves, communicators"
+)
 
 
 class Outside:
-    """The memory outside torch and placement, as of the last measurement, and who is known to hold it. Not every library says how much its
-    communicators hold, so the growth of this memory is noted whenever some have appeared. That is an upper bound: kernels that were loaded
-    meanwhile are in it, and other processes' growth. `communicators`: see `Device.communicators`."""
+    """The memory outside torch and placement, as of the last measurement, and who is known to hold
+    it. Not every library says how much its communicators hold, so the growth of this memory is
+    noted whenever some have appeared. That is an upper bound: kernels that were loaded meanwhile
+    are in it, and other processes' growth. `communicators`: see `Device.communicators`."""
 
-    def __init__(self, communicators: Callable[[], Sequence[Communicator]], memory: DeviceMemory) -> None:
+    def __init__(
+        self, communicators: Callable[[], Sequence[Communicator]], memory: DeviceMemory
+    ) -> None:
         self._find_communicators = communicators
         self.nbytes = memory.unaccounted_bytes
         self.communicators: tuple[Communicator, ...] = tuple(communicators())
-        self.grown_bytes = 0  # the growth of `nbytes` between measurements in which communicators appeared
+        # the growth of `nbytes` between measurements in which communicators appeared
+        self.grown_bytes = 0
         self._others: OtherProcesses | None = None
         self._own_bytes: int | None = None
         self._told = threading.Event()
@@ -162,7 +190,8 @@ class Outside:
         self._ask()
 
     def measure(self, memory: DeviceMemory) -> None:
-        """Look again, on the thread of a phase transition. Others are measured on their own thread, milliseconds later."""
+        """Look again, on the thread of a phase transition. Others are measured on their own thread,
+        milliseconds later."""
         known = {each.name for each in self.communicators}
         self.communicators = tuple(self._find_communicators())
         before, self.nbytes = self.nbytes, memory.unaccounted_bytes
@@ -186,13 +215,15 @@ class Outside:
 
     @property
     def others_bytes(self) -> int | None:
-        """Device bytes of other processes; None while unknown, or not subtracted from `own_bytes` yet."""
+        """Device bytes of other processes; None while unknown, or not subtracted from `own_bytes`
+        yet."""
         return None if self._others is None or self._own_bytes is None else self._others.nbytes
 
     @property
     def own_bytes(self) -> int | None:
-        """`nbytes` without other processes, of the last measurement after which these were measured too: an engine in another process may
-        have gone to sleep since. None while they are unknown."""
+        """`nbytes` without other processes, of the last measurement after which these were measured
+        too: an engine in another process may have gone to sleep since. None while they are
+        unknown."""
         return None if self.others_bytes is None else self._own_bytes
 
     @property
@@ -205,12 +236,22 @@ class Outside:
         """Lines for people; none where there is nothing to say."""
         if self.nbytes <= 0 and not self.communicators:
             return
-        others = "and other processes" if self.others_bytes is None else f"and other processes ({self.others_bytes:,} bytes)"
-        yield f"outside: {self.nbytes:,} bytes are neither torch's nor placement's: {_OWNERS}, {others}"
+        others = (
+            "and other processes"
+            if self.others_bytes is None
+            else (f"and other processes ({self.others_bytes:,} bytes)")
+        )
+        yield (
+            f"outside: {self.nbytes:,} bytes are neither torch's nor placement's: {_OWNERS}, "
+            f"{others}"
+        )
         for each in self.communicators:
             yield f"outside: communicator {each.name!r} of {_ranks(each.ranks)}: {_size(each)}"
         if self.communicator_bytes is None and self.grown_bytes:
-            yield f"outside: grew by {self.grown_bytes:,} bytes while communicators appeared, which hold at most that"
+            yield (
+                f"outside: grew by {self.grown_bytes:,} bytes while communicators appeared, which "
+                "hold at most that"
+            )
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -222,5 +263,9 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _size(communicator: Communicator) -> str:
     if communicator.nbytes is None:
         return f"size unknown ({communicator.unknown_because})"
-    suspendable = f", {communicator.suspendable_bytes:,} of them could be suspended" if communicator.suspendable_bytes else ""
+    suspendable = (
+        (f", {communicator.suspendable_bytes:,} of them could be suspended")
+        if communicator.suspendable_bytes
+        else ""
+    )
     return f"{communicator.nbytes:,} bytes{suspendable}"

@@ -26,8 +26,9 @@ from placement.tensors.plain import Owned, plain_parts
 class Engine(abc.ABC):
     """A rollout engine whose memory lies in this process.
 
-    The manager calls `modules()` at registration and at every offload. The modules that it names move with the engine, byte for byte.
-    The user calls `update_weights` during a weight sync, with the engine on the device.
+    The manager calls `modules()` at registration and at every offload. The modules that it names
+    move with the engine, byte for byte. The user calls `update_weights` during a weight sync, with
+    the engine on the device.
     """
 
     @abc.abstractmethod
@@ -36,10 +37,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights into the engine. The tensors belong to the publisher; nothing of them is kept after the return.
+        """Copy published weights into the engine. The tensors belong to the publisher; nothing of
+        them is kept after the return.
 
         Raises:
-            EngineError: the engine does not have a name or shape. Nothing of the bucket has been copied.
+            EngineError: the engine does not have a name or shape. Nothing of the bucket has been
+            copied.
         """
 
 
@@ -47,14 +50,16 @@ class TorchEngine(Engine):
     """A plain module that generates: the default engine where no other project's engine is used.
 
     Args:
-        module: The model, with the names and shapes that are published to it: plain, compiled, with adapters, under DDP, FSDP1, FSDP2
+        module: The model, with the names and shapes that are published to it: plain, compiled, with
+        adapters, under DDP, FSDP1, FSDP2
             or tensor parallelism. The manager holds a registered engine, and with it the module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"TorchEngine takes a torch.nn.Module, not a {type(module).__name__}; placement.engines has the engines for vLLM and SGLang"
+                f"TorchEngine takes a torch.nn.Module, not a {type(module).__name__}; "
+                "placement.engines has the engines for vLLM and SGLang"
             )
         self.module = module
         self._sync: tuple[torch.nn.Module, Mapping[str, Weight]] | None = None
@@ -68,12 +73,15 @@ class TorchEngine(Engine):
         return dict(self.module.state_dict())
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights into the module, cast to its dtypes. Each rank of a sharded module takes its own part.
+        """Copy published weights into the module, cast to its dtypes. Each rank of a sharded module
+        takes its own part.
 
-        A name is one under which the module is published, or the module's own. Calls no collective. Waits, if the engine is registered,
-        for calls of the module that other threads are in. Raises PhaseError where one does not end (`call_deadline_seconds`).
+        A name is one under which the module is published, or the module's own. Calls no collective.
+        Waits, if the engine is registered, for calls of the module that other threads are in.
+        Raises PhaseError where one does not end (`call_deadline_seconds`).
 
-        Nothing is copied before all weights of the bucket are known to fit; before the first of `Handle.weights`, those of all buckets.
+        Nothing is copied before all weights of the bucket are known to fit; before the first of
+        `Handle.weights`, those of all buckets.
         """
         wait_for_calls(self.module)
         number = getattr(bucket, "number", None)
@@ -89,7 +97,8 @@ class TorchEngine(Engine):
             self._sync = None
 
     def _writable(self) -> Mapping[str, Weight]:
-        """The weights. What frameworks have gathered for computing is released first: values written there would be lost."""
+        """The weights. What frameworks have gathered for computing is released first: values
+        written there would be lost."""
         frameworks = frameworks_of(self.module)
         if frameworks and torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -99,14 +108,21 @@ class TorchEngine(Engine):
         try:
             return writable(self.module, frameworks)
         except ValueError as error:
-            raise EngineError(f"weights cannot be published to {type(self.module).__qualname__}: {error}") from error
+            raise EngineError(
+                f"weights cannot be published to {type(self.module).__qualname__}: {error}"
+            ) from error
 
     def _require_resident(self) -> None:
-        parts = (part for parameter in self.module.parameters() for _, part in plain_parts(parameter, ""))
+        parts = (
+            part for parameter in self.module.parameters() for _, part in plain_parts(parameter, "")
+        )
         owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for part in parts)
         holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
         if holding is not None and not holding.on_device:
-            raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")
+            raise EngineError(
+                f"the weights of {holding.name!r} are offloaded: update them inside "
+                "manager.phase('weight_sync')"
+            )
 
 
 def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Weight]) -> None:
@@ -119,7 +135,9 @@ def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Wei
             for name, write in writes:  # noqa: B007  # the name is for the error below
                 write()
     except (ValueError, RuntimeError, TypeError) as error:
-        raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {error}") from error
+        raise EngineError(
+            f"published weight {name!r} cannot be written into the engine's weight: it {error}"
+        ) from error
 
 
 def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | WeightInfo) -> Weight:
@@ -128,24 +146,46 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
     if weight is None:
         raise EngineError(f"published weight {name!r} is not a weight of the engine's module")
     if weight.shape != value.shape:
-        raise EngineError(f"published weight {name!r} has shape {tuple(value.shape)}, the engine's has {tuple(weight.shape)}")
+        raise EngineError(
+            f"published weight {name!r} has shape {tuple(value.shape)}, the engine's has "
+            f"{tuple(weight.shape)}"
+        )
     if weight.problem is not None:
-        raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {weight.problem}")
-    if len({(each.is_floating_point, each.is_complex, each.itemsize == 1 and each) for each in (dtype, weight.dtype)}) > 1:
+        raise EngineError(
+            f"published weight {name!r} cannot be written into the engine's weight: it "
+            f"{weight.problem}"
+        )
+    if (
+        len(
+            {
+                (each.is_floating_point, each.is_complex, each.itemsize == 1 and each)
+                for each in (dtype, weight.dtype)
+            }
+        )
+        > 1
+    ):
         what = f"published weight {name!r} has dtype {dtype}, the engine's has {weight.dtype}"
-        raise EngineError(f"{what}: a cast would change what the values mean; publish from a module that is quantised in the same way")
+        raise EngineError(
+            f"{what}: a cast would change what the values mean; publish from a module that is "
+            "quantised in the same way"
+        )
     return weight
 
 
 class EngineAdapter(ModuleAdapter):
-    """The adapter for an engine: that of the module which the engine names now, and may have replaced; of several modules, as the parts of
-    one. Raises RegistrationError: a module is not supported, or a framework moves only the old or only the new modules."""
+    """The adapter for an engine: that of the module which the engine names now, and may have
+    replaced; of several modules, as the parts of one. Raises RegistrationError: a module is not
+    supported, or a framework moves only the old or only the new modules."""
 
     kind = "engine"
 
-    def __init__(self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False
+    ) -> None:
         self._engine = weakref.ref(engine)
-        self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
+        self._adapt = functools.partial(
+            ModuleAdapter, name=name, compute_device=compute_device, external=external
+        )
         self._take(engine.modules())
 
     def _take(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -157,13 +197,15 @@ class EngineAdapter(ModuleAdapter):
         self._list = None if len(modules) == 1 else whole  # nobody else holds it
 
     def _has_replaced(self) -> bool:
-        """Whether the engine names other modules than those of the last walk. While it is handed back that does not count: a new one may be
-        refused, and has no place."""
+        """Whether the engine names other modules than those of the last walk. While it is handed
+        back that does not count: a new one may be refused, and has no place."""
         if (engine := self._engine()) is None or self.hands_back:
             return False
         named = [alive() for alive in self._named]
         modules = engine.modules()
-        return len(named) != len(modules) or any(old is not new for old, new in zip(named, modules, strict=True))
+        return len(named) != len(modules) or any(
+            old is not new for old, new in zip(named, modules, strict=True)
+        )
 
     def owned(self) -> Iterator[Owned]:
         if self._has_replaced() and (engine := self._engine()) is not None:
@@ -171,8 +213,9 @@ class EngineAdapter(ModuleAdapter):
             self._take(engine.modules())
             if (self.external is None) is not (before is None):
                 raise RegistrationError(
-                    f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
-                    f"({self.external or before}). What to do: unregister it, and register it again"
+                    f"{self._name!r} has other modules than when it was registered, and only the "
+                    f"old or only the new ones are external ({self.external or before}). What to "
+                    "do: unregister it, and register it again"
                 )
         return super().owned()
 
@@ -184,5 +227,9 @@ class EngineAdapter(ModuleAdapter):
 
     def key_objects(self) -> Sequence[Any]:
         engine = self._engine()
-        modules = super().key_objects() if self._list is None else [key for key in (alive() for alive in self._named) if key is not None]
+        modules = (
+            super().key_objects()
+            if self._list is None
+            else [key for key in (alive() for alive in self._named) if key is not None]
+        )
         return [*([] if engine is None else [engine]), *modules]

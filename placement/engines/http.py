@@ -1,4 +1,5 @@
-"""An engine behind a server, and the client for it: one request at a time, each with a deadline for the whole request."""
+"""An engine behind a server, and the client for it: one request at a time, each with a deadline for
+the whole request."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from placement.core.interrupts import BoundedCalls
 from placement.engines.tagged import TaggedEngine
 
 InFlight = Literal["wait", "abort"]
-"""The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
+"""The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts
+them off."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
 _MAX_BYTES = 16 << 20
@@ -38,7 +40,8 @@ class Answer:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The body as a JSON object; empty where it is none (some versions of vLLM send empty bodies)."""
+        """The body as a JSON object; empty where it is none (some versions of vLLM send empty
+        bodies)."""
         try:
             found = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -51,8 +54,9 @@ class Answer:
 
 
 class Server:
-    """An engine's server at a base URL (a path is kept as a prefix). `deadline_seconds` is the limit for connecting, sending and reading
-    the whole answer together. `api_key` is sent as a bearer token, and no message shows it. Raises ValueError: `url` is no http address."""
+    """An engine's server at a base URL (a path is kept as a prefix). `deadline_seconds` is the
+    limit for connecting, sending and reading the whole answer together. `api_key` is sent as a
+    bearer token, and no message shows it. Raises ValueError: `url` is no http address."""
 
     def __init__(self, url: str, *, deadline_seconds: float, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -62,14 +66,25 @@ class Server:
         self._is_https = parts.scheme == "https"
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
-        self._headers = {"Accept": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+        self._headers = {"Accept": "application/json"} | (
+            {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        )
 
-    def ask(self, method: str, path: str, *, query: Mapping[str, str | Iterable[str]] | None = None, body: Any = None) -> Answer:
-        """Send one request, with `body` as JSON unless it is None, and read the whole answer, whatever its status.
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | Iterable[str]] | None = None,
+        body: Any = None,
+    ) -> Answer:
+        """Send one request, with `body` as JSON unless it is None, and read the whole answer,
+        whatever its status.
 
-        EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes nothing, was not answered. EngineLost: no
-        complete answer came within the deadline, so it is not known what the server did; or something is to be changed and nobody listens
-        there: the server has ended.
+        EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes
+        nothing, was not answered. EngineLost: no complete answer came within the deadline, so it is
+        not known what the server did; or something is to be changed and nobody listens there: the
+        server has ended.
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
@@ -80,7 +95,10 @@ class Server:
             connection.connect()
         except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
             connection.close()
-            said = f"{request}: nobody answers there ({error}). Is it running, and is this its address?"
+            said = (
+                f"{request}: nobody answers there ({error}). Is it running, and is this its "
+                "address?"
+            )
             if isinstance(error, ConnectionRefusedError) and method != "GET":
                 raise EngineLost(said) from error
             raise EngineError(said) from error
@@ -89,12 +107,18 @@ class Server:
         def exchange() -> Answer:
             with contextlib.closing(connection):
                 payload = None if body is None else json.dumps(body).encode()
-                headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+                headers = (
+                    self._headers
+                    if body is None
+                    else {**self._headers, "Content-Type": "application/json"}
+                )
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
                 with connection.getresponse() as response:
                     content = response.read(_MAX_BYTES + 1)
                     if len(content) > _MAX_BYTES:
-                        raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+                        raise http.client.HTTPException(
+                            f"the answer has more than {_MAX_BYTES:,} bytes"
+                        )
                     if response.length:
                         raise http.client.IncompleteRead(content, response.length)
                 return Answer(request, response.status, content)
@@ -102,7 +126,11 @@ class Server:
         try:
             return BoundedCalls("placement-http", began + limit - time.monotonic())(exchange)
         except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
-            what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
+            what = (
+                (f"no answer within {limit:g} s")
+                if isinstance(error, TimeoutError)
+                else (f"the connection broke ({error!r})")
+            )
             if method == "GET":
                 raise EngineError(f"{request}: {what}") from error
             raise EngineLost(f"{request}: {what}; it is not known what the server did") from error
@@ -112,22 +140,31 @@ class Server:
 
 
 class ServedEngine(TaggedEngine):
-    """An engine behind an HTTP server. Raises ValueError: `url` is not an http address, or an option does not fit."""
+    """An engine behind an HTTP server. Raises ValueError: `url` is not an http address, or an
+    option does not fit."""
 
     def __init__(
-        self, url: str, *, send: Send | None = None, in_flight: InFlight = "wait", api_key: str | None = None, **options: Any
+        self,
+        url: str,
+        *,
+        send: Send | None = None,
+        in_flight: InFlight = "wait",
+        api_key: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if in_flight not in get_args(InFlight):
-            raise ValueError(f"{in_flight!r} is unknown; in_flight is one of {', '.join(get_args(InFlight))}")
+            raise ValueError(
+                f"{in_flight!r} is unknown; in_flight is one of {', '.join(get_args(InFlight))}"
+            )
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send, self._in_flight = send, in_flight
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is None:
             raise EngineError(
-                f"{self!r} was made without send=, which sends a bucket of weights to the server. If weights come another way, call "
-                "weights_filled() when they have arrived"
+                f"{self!r} was made without send=, which sends a bucket of weights to the server. "
+                "If weights come another way, call weights_filled() when they have arrived"
             )
         return self._send(bucket)
 

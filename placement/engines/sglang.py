@@ -1,9 +1,11 @@
 """SGLang: its server over HTTP, and its `Engine` in this process.
 
-Checked against 0.5.23 (sglang/srt/entrypoints/http_server.py, sglang/srt/managers/scheduler_components/weight_updater.py) and
-0.5.9. A wrong call does not fail, it kills: a release while a request runs, or a resume of a tag that was not released, takes
-the scheduler and its parent process down. SGLang cannot be asked what it has released, so the record here is all there is. The server
-needs `--enable-memory-saver`.
+Checked against 0.5.23 (sglang/srt/entrypoints/http_server.py,
+sglang/srt/managers/scheduler_components/weight_updater.py) and
+0.5.9. A wrong call does not fail, it kills: a release while a request runs, or a resume of a tag
+  that was not released, takes
+the scheduler and its parent process down. SGLang cannot be asked what it has released, so the
+record here is all there is. The server needs `--enable-memory-saver`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ from placement.engines.tagged import TaggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
 _POLL_SECONDS = 0.05
-_SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
+_SAVER = (
+    "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and "
+    "reports success even without it."
+)
 
 
 class _Sglang(TaggedEngine):
-    """The part that both kinds share. The server's settings decide whether weights survive; they are read at registration."""
+    """The part that both kinds share. The server's settings decide whether weights survive; they
+    are read at registration."""
 
     why_nothing_moves = _SAVER
     mirror_stays = False
@@ -39,12 +45,15 @@ class _Sglang(TaggedEngine):
         self.residency.weights_are_kept(bool(weights_backup))
 
     def forget_cache(self) -> None:
-        """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
+        """Flush until SGLang has done it, which means that no request is in flight. A release
+        before that would kill the server."""
         said: str | None = None
         for _ in interrupts.looks(self.deadline_seconds, _POLL_SECONDS, _POLL_SECONDS):
             if (said := self._flush()) is None:
                 return
-        raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}")
+        raise EngineError(
+            f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}"
+        )
 
     @abc.abstractmethod
     def _flush(self) -> str | None:
@@ -54,16 +63,20 @@ class _Sglang(TaggedEngine):
 class SglangServer(ServedEngine, _Sglang):
     """An SGLang server.
 
-    From the first release until every tag is back the server stays paused. New requests, including health checks, wait in it.
+    From the first release until every tag is back the server stays paused. New requests, including
+    health checks, wait in it.
 
     Args:
         url: "http://127.0.0.1:30000".
-        send: sends one bucket of weights to the server (`/update_weights_from_tensor`, a broadcast, ...); None: weights come another
+        send: sends one bucket of weights to the server (`/update_weights_from_tensor`, a broadcast,
+        ...); None: weights come another
             way, and you call `weights_filled`.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
         api_key: the server's API key, if it needs one.
-        options: options of `TaggedEngine`: tags (with "cuda_graph" where SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify,
-            deadline_seconds, offloaded. `weights` follows from the server's `--enable-weights-cpu-backup`, which keeps them.
+        options: options of `TaggedEngine`: tags (with "cuda_graph" where
+        SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify,
+            deadline_seconds, offloaded. `weights` follows from the server's
+            `--enable-weights-cpu-backup`, which keeps them.
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
@@ -72,20 +85,23 @@ class SglangServer(ServedEngine, _Sglang):
     _started: Any = None  # when the server that is registered was started, as it says itself
 
     def register(self) -> None:
-        """Read the settings with which the server was started. EngineError: it runs without its memory saver."""
+        """Read the settings with which the server was started. EngineError: it runs without its
+        memory saver."""
         info = self._info()
         self._started = info.get("startup_time")
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted. A server that has
-        ended holds nothing; a later load raises `EngineLost`."""
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
+        until it is restarted. A server that has ended holds nothing; a later load raises
+        `EngineLost`."""
         with contextlib.suppress(EngineError):  # it has ended
             self._started = self._info().get("startup_time")
         super().assume(offloaded=offloaded)
 
     def drain(self) -> None:
-        """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in flight at the deadline, and go on."""
+        """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in
+        flight at the deadline, and go on."""
         if self._in_flight == "wait":
             self.forget_cache()
         self._done(self._server.ask("POST", "/pause_generation", body={"mode": "abort"}))
@@ -99,10 +115,12 @@ class SglangServer(ServedEngine, _Sglang):
         self._done(self._server.ask("POST", "/release_memory_occupation", body={"tags": [*tags]}))
 
     def load(self, tags: Collection[str]) -> None:
-        """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released none, and a resume would kill it."""
+        """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
+        none, and a resume would kill it."""
         if self._info().get("startup_time") != self._started:
             raise EngineLost(
-                f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded_tags)} is back on the device"
+                f"{self!r} was restarted since it was registered: "
+                f"{', '.join(self.residency.offloaded_tags)} is back on the device"
             )
         self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
 
@@ -121,7 +139,10 @@ class SglangServer(ServedEngine, _Sglang):
             if answer.status != 404:
                 break
         if not answer.is_ok or not answer.fields:
-            raise EngineError(f"{answer}: the settings of the server cannot be read. Check that this is an SGLang server.")
+            raise EngineError(
+                f"{answer}: the settings of the server cannot be read. Check that this is an "
+                "SGLang server."
+            )
         return answer.fields
 
     def _done(self, answer: Answer) -> None:
@@ -132,12 +153,15 @@ class SglangServer(ServedEngine, _Sglang):
 
 
 class SglangInProcess(_Sglang):
-    """An `sglang.Engine` whose tokenizer lives in this process. Its calls take no deadline: they run until SGLang returns.
+    """An `sglang.Engine` whose tokenizer lives in this process. Its calls take no deadline: they
+    run until SGLang returns.
 
     Args:
         engine: the `sglang.Engine`, made with `enable_memory_saver=True`.
-        send: as in `SglangServer`; None: `engine.update_weights_from_tensor`, with one flattened tensor a bucket and dtype
-            (`load_format="flattened_bucket"`) where this SGLang has `FlattenedTensorBucket`. It takes the memory of one more bucket.
+        send: as in `SglangServer`; None: `engine.update_weights_from_tensor`, with one flattened
+        tensor a bucket and dtype
+            (`load_format="flattened_bucket"`) where this SGLang has `FlattenedTensorBucket`. It
+            takes the memory of one more bucket.
         options: options of `TaggedEngine`.
 
     Raises:
@@ -145,22 +169,40 @@ class SglangInProcess(_Sglang):
     """
 
     def __init__(self, engine: Any, *, send: Send | None = None, **options: Any) -> None:
-        names = ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor", "server_args")
+        names = (
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "flush_cache",
+            "update_weights_from_tensor",
+            "server_args",
+        )
         missing = [name for name in names if not hasattr(engine, name)]
         if missing:
-            raise ValueError(f"{type(engine).__name__} is not an sglang.Engine: it has no {', '.join(missing)}")
+            raise ValueError(
+                f"{type(engine).__name__} is not an sglang.Engine: it has no {', '.join(missing)}"
+            )
         super().__init__(**options)
         self._engine = engine
         self._send = send
-        self.mirror_stays = os.environ.get("TMS_RETAIN_CPU_BACKUP", "").lower() in ("1", "true", "yes")  # else a resume frees it
+        # else a resume frees it
+        self.mirror_stays = os.environ.get("TMS_RETAIN_CPU_BACKUP", "").lower() in (
+            "1",
+            "true",
+            "yes",
+        )
 
     def register(self) -> None:
-        """Read the settings with which the engine was started. EngineError: it runs without its memory saver."""
+        """Read the settings with which the engine was started. EngineError: it runs without its
+        memory saver."""
         arguments = self._engine.server_args
-        self._take_settings(getattr(arguments, "enable_memory_saver", False), getattr(arguments, "enable_weights_cpu_backup", False))
+        self._take_settings(
+            getattr(arguments, "enable_memory_saver", False),
+            getattr(arguments, "enable_weights_cpu_backup", False),
+        )
 
     def drain(self) -> None:
-        """Wait until no request is in flight, which others must have stopped to make. EngineError: some were at the deadline."""
+        """Wait until no request is in flight, which others must have stopped to make. EngineError:
+        some were at the deadline."""
         self.forget_cache()
 
     def offload(self, tags: Collection[str]) -> None:
@@ -178,18 +220,28 @@ class SglangInProcess(_Sglang):
         flattened: Any = None
         if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket):
             with contextlib.suppress(ImportError):  # this SGLang has no such format
-                serialize = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
-                flattened = importlib.import_module("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorBucket
+                serialize = importlib.import_module(
+                    "sglang.srt.utils"
+                ).MultiprocessingSerializer.serialize
+                flattened = importlib.import_module(
+                    "sglang.srt.weight_sync.tensor_bucket"
+                ).FlattenedTensorBucket
         if flattened is None:
             self._update(len(bucket), named_tensors=[*bucket])
             return None
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in bucket:
             by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
-        for pairs in by_dtype.values():  # together, a value of a wider dtype might begin where it cannot be read
+        # together, a value of a wider dtype might begin where it cannot be read
+        for pairs in by_dtype.values():
             flat = flattened(named_tensors=pairs)
-            content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-            payloads = [serialize(content) for _ in range(getattr(self._engine.server_args, "tp_size", 1))]
+            content = {
+                "flattened_tensor": flat.get_flattened_tensor(),
+                "metadata": flat.get_metadata(),
+            }
+            payloads = [
+                serialize(content) for _ in range(getattr(self._engine.server_args, "tp_size", 1))
+            ]
             self._update(len(pairs), named_tensors=payloads, load_format="flattened_bucket")
         return None
 
@@ -200,10 +252,17 @@ class SglangInProcess(_Sglang):
 
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")
-        return None if getattr(answer, "success", True) else getattr(answer, "message", None) or "the cache was not flushed"
+        return (
+            None
+            if getattr(answer, "success", True)
+            else getattr(answer, "message", None) or ("the cache was not flushed")
+        )
 
     def _call(self, name: str, **keywords: Any) -> Any:
         try:
             return getattr(self._engine, name)(**keywords)
         except Exception as error:
-            raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what it did") from error
+            raise EngineLost(
+                f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what "
+                "it did"
+            ) from error

@@ -1,7 +1,8 @@
-"""Engines that place their own memory, tag by tag, on request: vLLM, SGLang, and any engine with a sleep of its own.
+"""Engines that place their own memory, tag by tag, on request: vLLM, SGLang, and any engine with a
+sleep of its own.
 
-The engine class knows the calls. Its `Residency` records what is on the device, because not every engine can be asked and some crash at
-a wrong call.
+The engine class knows the calls. Its `Residency` records what is on the device, because not every
+engine can be asked and some crash at a wrong call.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ from placement.storage.base import Storage
 from placement.tensors.plain import Owned
 
 Verify = Literal["memory", "answer"]
-"""How an offload is verified: by the device's free memory, or by the engine's answer (for an engine on other devices)."""
+"""How an offload is verified: by the device's free memory, or by the engine's answer (for an engine
+on other devices)."""
 Weights = Literal["keep", "discard"]
-"""The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
-_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"  # the base is complete: adapters alone can fill the weights
-_FREED_SHARE = 0.5  # the share of a tag's bytes that must be free after an offload. Others may take memory meanwhile.
-_FREED_SECONDS = 5.0  # how long to wait for the freed memory. An engine may answer before its last worker has given it back.
-_PAUSE_SECONDS = (0.001, 0.1)  # pause between two looks at the free memory: the first pause, and the longest
+"""The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them
+until the next sync."""
+# the base is complete: adapters alone can fill the weights
+_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
+# the share of a tag's bytes that must be free after an offload. Others may take memory meanwhile.
+_FREED_SHARE = 0.5
+# how long to wait for the freed memory. An engine may answer before its last worker has given it
+# back.
+_FREED_SECONDS = 5.0
+# pause between two looks at the free memory: the first pause, and the longest
+_PAUSE_SECONDS = (0.001, 0.1)
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
 class Residency(Storage):
-    """The manager's record of an engine's tags: which are on the device, whether the weights are valid, and how large each tag is.
+    """The manager's record of an engine's tags: which are on the device, whether the weights are
+    valid, and how large each tag is.
 
-    Every call to the engine goes through it. So no tag is offloaded twice, and none is loaded without having been offloaded: some engines
-    answer such a call with a warning and do nothing, others crash. The manager's lock is held to change it; fields are replaced whole.
+    Every call to the engine goes through it. So no tag is offloaded twice, and none is loaded
+    without having been offloaded: some engines answer such a call with a warning and do nothing,
+    others crash. The manager's lock is held to change it; fields are replaced whole.
     """
 
     def __init__(
@@ -54,27 +64,35 @@ class Residency(Storage):
         self._engine = engine
         self.tags = tags
         self.resident_tags = frozenset(tags) - frozenset(offloaded)
-        self.doubt: str | None = None  # why it is unknown what is on the device; None while it is known
+        # why it is unknown what is on the device; None while it is known
+        self.doubt: str | None = None
         self._given, self._by_memory = dict(given), by_memory
         self._measured: dict[frozenset[str], int] = {}
         self.free_bytes: Callable[[], int] = int
         self._is_drained: bool | None = bool(offloaded)
-        """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
+        """Whether the engine is drained and serves no request; None: unknown. An engine with an
+        offloaded tag was drained before."""
         self._is_taken = False
         self._has_mirror = False
-        self._told_mirror_bytes: int | None = None  # the mirror's size, as the engine told it at the last offload; None where it cannot
+        # the mirror's size, as the engine told it at the last offload; None where it cannot
+        self._told_mirror_bytes: int | None = None
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
         self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded_tags)
-        if WEIGHTS in self.offloaded_tags and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
+        if (
+            WEIGHTS in self.offloaded_tags
+            and not self._is_taken
+            and self.stale in (None, _DISCARDED_BEFORE)
+        ):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """Let a manager take the engine over. `free_bytes` gives the free bytes of its device. An engine that was lost must have been
-        restarted, with everything on the device. EngineError: it cannot be moved, differs from this record, or is registered already."""
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of its device. An
+        engine that was lost must have been restarted, with everything on the device. EngineError:
+        it cannot be moved, differs from this record, or is registered already."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
         lost = self.resident_tags, self.stale, self.doubt
@@ -99,11 +117,18 @@ class Residency(Storage):
 
     def check(self, name: str, state: State) -> None:
         if self.doubt is None and self.on_device is (state is State.CPU_OFFLOADED):
-            raise IntegrityError(f"{name!r} is {state}, but of its tags {sorted(self.resident_tags)} are on the device")
+            raise IntegrityError(
+                f"{name!r} is {state}, but of its tags {sorted(self.resident_tags)} are on the "
+                "device"
+            )
 
     @property
     def leftovers(self) -> str | None:
-        return f"its tags {', '.join(sorted(self.resident_tags))} are on the device" if self.resident_tags else None
+        return (
+            (f"its tags {', '.join(sorted(self.resident_tags))} are on the device")
+            if self.resident_tags
+            else None
+        )
 
     def bytes_by_tag(self) -> dict[str, int]:
         """Device bytes of each tag; 0 while not known."""
@@ -116,7 +141,11 @@ class Residency(Storage):
     def mirror_bytes(self) -> int:
         if not self.keeps_weights:
             return 0
-        return self._bytes_of(frozenset({WEIGHTS})) if self._told_mirror_bytes is None else self._told_mirror_bytes
+        return (
+            self._bytes_of(frozenset({WEIGHTS}))
+            if self._told_mirror_bytes is None
+            else self._told_mirror_bytes
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -127,8 +156,9 @@ class Residency(Storage):
         return known if tags <= self._given.keys() else max(known, self._measured.get(tags, 0))
 
     def offload(self, tags: frozenset[str]) -> int:
-        """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
-        EngineError: it refused (nothing has changed), or the device shows that the memory is still held. EngineLost: effect unknown."""
+        """Drain the engine and offload these tags. Returns the bytes copied to the host: the
+        weights, if the engine keeps them. EngineError: it refused (nothing has changed), or the
+        device shows that the memory is still held. EngineLost: effect unknown."""
         if not (leaving := tags & self.resident_tags):
             return 0
         try:
@@ -137,7 +167,10 @@ class Residency(Storage):
                 before = self.free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
                 if WEIGHTS in leaving and not self.keeps_weights:
-                    self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
+                    self.stale = (
+                        "they were discarded when they were offloaded, and no sync has filled them "
+                        "since"
+                    )
                 elif WEIGHTS in leaving:
                     self._has_mirror, self._told_mirror_bytes = True, self._engine.mirror_bytes()
                 self.resident_tags -= leaving
@@ -149,8 +182,9 @@ class Residency(Storage):
         return self._copied(leaving)
 
     def load(self, tags: frozenset[str]) -> int:
-        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied. EngineError: it
-        refused a tag; those before are on the device. EngineLost: its effect is unknown."""
+        """Load these tags, the weights first, and open the engine when it is whole and valid.
+        Returns the bytes copied. EngineError: it refused a tag; those before are on the device.
+        EngineLost: its effect is unknown."""
         coming = tags - self.resident_tags
         for tag in self._in_order(coming):
             before = self.free_bytes()
@@ -159,7 +193,9 @@ class Residency(Storage):
                     self._engine.load([tag])
                     self.resident_tags |= {tag}
             except EngineError:
-                if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as the block is back, so a half-finished load cannot be undone
+                # vLLM drops a block's host copy as soon as the block is back, so a half-finished
+                # load cannot be undone
+                if tag == WEIGHTS:
                     self.stale = "loading them failed half-way, so they are not valid"
                 raise
             self._measure(frozenset({tag}), before - self.free_bytes())
@@ -169,18 +205,25 @@ class Residency(Storage):
         return self._copied(coming)
 
     def fill(self) -> None:
-        """Record that the weights are valid from now on. Raises EngineError: they are offloaded, or the engine did not drop its cache."""
+        """Record that the weights are valid from now on. Raises EngineError: they are offloaded, or
+        the engine did not drop its cache."""
         if WEIGHTS not in self.resident_tags:
-            raise EngineError(f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: use phase('weight_sync')")
+            raise EngineError(
+                f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: "
+                "use phase('weight_sync')"
+            )
         if KV_CACHE in self.resident_tags:
             self._engine.forget_cache()
         self.stale = None
         self._open()
 
     def assume(self, offloaded: frozenset[str]) -> None:
-        """Take the user's word for which tags are offloaded. Raises ValueError: the engine does not have a tag."""
+        """Take the user's word for which tags are offloaded. Raises ValueError: the engine does not
+        have a tag."""
         if unknown := offloaded - frozenset(self.tags):
-            raise ValueError(f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}")
+            raise ValueError(
+                f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}"
+            )
         self.resident_tags = frozenset(self.tags) - offloaded
         self._has_mirror = self.keeps_weights and WEIGHTS in offloaded
         self.stale = "it is unknown what happened to them while the engine was lost"
@@ -188,7 +231,8 @@ class Residency(Storage):
         self._is_drained = True if offloaded else None
 
     def reopen(self) -> None:
-        """Open an engine that is whole and valid but closed, because an earlier opening was refused or interrupted."""
+        """Open an engine that is whole and valid but closed, because an earlier opening was refused
+        or interrupted."""
         if self.stale is None and self.doubt is None:
             self._open()
 
@@ -198,7 +242,8 @@ class Residency(Storage):
             self._is_drained = True
 
     def _open(self) -> None:
-        """Admit requests once every tag is on the device and valid. An engine that is whole but stale must stay closed."""
+        """Admit requests once every tag is on the device and valid. An engine that is whole but
+        stale must stay closed."""
         if self.offloaded_tags:
             return
         if self.stale is not None:
@@ -212,36 +257,47 @@ class Residency(Storage):
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Guard one or a few requests. If they end without an answer the engine is in doubt, and is never sent anything again."""
+        """Guard one or a few requests. If they end without an answer the engine is in doubt, and is
+        never sent anything again."""
         if self.doubt is not None:
             raise BrokenHandleError(f"{self._engine!r} cannot {what}: {self.doubt}")
         try:
             yield
         except EngineLost as lost:
-            self.doubt = f"{lost}. Restart the engine and register it anew, or call engine.assume(offloaded=[...]) with the offloaded tags"
+            self.doubt = (
+                f"{lost}. Restart the engine and register it anew, or call "
+                "engine.assume(offloaded=[...]) with the offloaded tags"
+            )
             raise
         except EngineError:
             raise
         except BaseException as error:
-            self.doubt = f"it was interrupted ({type(error).__name__}) during {what!r}; restart the engine and register it anew"
+            self.doubt = (
+                f"it was interrupted ({type(error).__name__}) during {what!r}; restart the engine "
+                "and register it anew"
+            )
             raise
 
     def _copied(self, tags: frozenset[str]) -> int:
         return self._bytes_of(frozenset({WEIGHTS})) if WEIGHTS in tags and self.keeps_weights else 0
 
     def _see_freed(self, tags: frozenset[str], before: int) -> None:
-        """Wait until the device shows the memory of these tags as free. Raises EngineError; the tags are recorded as offloaded then."""
+        """Wait until the device shows the memory of these tags as free. Raises EngineError; the
+        tags are recorded as offloaded then."""
         if not self._by_memory or not self._engine.frees_when_asked:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
         freed = 0
-        for _ in interrupts.looks(min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS):
+        for _ in interrupts.looks(
+            min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS
+        ):
             if (freed := self.free_bytes() - before) >= wanted:
                 self._measure(tags, freed)
                 return
         raise EngineError(
-            f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
-            f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
+            f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only "
+            f"{freed:,} more free bytes, and they hold {self._bytes_of(tags):,}. "
+            f"{self._engine.why_nothing_moves} If the engine uses other devices than this "
             "manager's, make it with verify='answer'"
         )
 
@@ -260,16 +316,18 @@ def _listed(tags: Collection[str]) -> str:
 class TaggedEngine(Engine):
     """An engine that places its own memory, in parts named by tags.
 
-    A subclass implements `drain`, `offload`, `load`, `admit` and `receive` with its engine's calls. Each method returns when the engine is
-    done, within `deadline_seconds`. It raises `EngineError` when nothing was done, and `EngineLost` when that is unknown. The manager calls
-    them in the right order, and never for a tag that is already in the wanted place. Users call `update_weights`, or `weights_filled`
-    where weights come another way.
+    A subclass implements `drain`, `offload`, `load`, `admit` and `receive` with its engine's calls.
+    Each method returns when the engine is done, within `deadline_seconds`. It raises `EngineError`
+    when nothing was done, and `EngineLost` when that is unknown. The manager calls them in the
+    right order, and never for a tag that is already in the wanted place. Users call
+    `update_weights`, or `weights_filled` where weights come another way.
 
     Args:
         tags: the parts that the engine can offload, in the order of loading: the weights first.
         weights: whether the weights survive an offload.
         offloaded: the tags that are offloaded already.
-        tag_bytes: device bytes of each tag on the manager's device, also as "14GiB". A tag that is not given is measured when it moves,
+        tag_bytes: device bytes of each tag on the manager's device, also as "14GiB". A tag that is
+        not given is measured when it moves,
             and does not count against the budget before.
         verify: see `Verify`.
         deadline_seconds: the limit for each request to the engine, and for draining.
@@ -281,7 +339,8 @@ class TaggedEngine(Engine):
     why_nothing_moves = "It may have been started without the option that lets its memory move."
     """Advice for an engine that reports an offload while its device shows no freed memory."""
     frees_when_asked = True
-    """Whether an offload is what frees the memory, so that the device shows more free memory after it. Else it was free before."""
+    """Whether an offload is what frees the memory, so that the device shows more free memory after
+    it. Else it was free before."""
 
     def __init__(
         self,
@@ -294,20 +353,37 @@ class TaggedEngine(Engine):
         deadline_seconds: float = 300.0,
     ) -> None:
         if not 0 < deadline_seconds < math.inf:
-            raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
-        for argument, word, known in (("weights", weights, ("keep", "discard")), ("verify", verify, ("memory", "answer"))):
+            raise ValueError(
+                f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}"
+            )
+        for argument, word, known in (
+            ("weights", weights, ("keep", "discard")),
+            ("verify", verify, ("memory", "answer")),
+        ):
             if word not in known:
                 raise ValueError(f"{word!r} is unknown; {argument} is one of {', '.join(known)}")
-        given = {} if tag_bytes is None else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
+        given = (
+            {}
+            if tag_bytes is None
+            else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
+        )
         for tag, nbytes in given.items():
             if nbytes < 0:
                 raise ValueError(f"tag_bytes of {tag!r} must be 0 or more, not {nbytes}")
         unknown = [tag for tag in (*tags, *offloaded, *given) if tag not in TAGS or tag not in tags]
         if unknown:
-            raise ValueError(f"unknown tags {', '.join(map(repr, unknown))}; this engine has {', '.join(tags)}; all: {', '.join(TAGS)}")
+            raise ValueError(
+                f"unknown tags {', '.join(map(repr, unknown))}; this engine has {', '.join(tags)}; "
+                f"all: {', '.join(TAGS)}"
+            )
         self.deadline_seconds = deadline_seconds
         self.residency = Residency(
-            self, tuple(tags), offloaded=offloaded, keeps_weights=weights == "keep", given=given, by_memory=verify == "memory"
+            self,
+            tuple(tags),
+            offloaded=offloaded,
+            keeps_weights=weights == "keep",
+            given=given,
+            by_memory=verify == "memory",
         )
         self._next_bucket = 0
         self._skipped: list[str] = []  # the names of this sync that the engine says it did not take
@@ -316,7 +392,8 @@ class TaggedEngine(Engine):
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """Return when no request is in flight; none may begin before `admit`. Does nothing if the engine is drained."""
+        """Return when no request is in flight; none may begin before `admit`. Does nothing if the
+        engine is drained."""
 
     @abc.abstractmethod
     def offload(self, tags: Collection[str]) -> None:
@@ -334,25 +411,31 @@ class TaggedEngine(Engine):
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         """Write published weights into the engine. Called by `update_weights`.
 
-        A set that it returns has the names that the engine took; the others of the bucket were skipped. Anything else: it took all.
+        A set that it returns has the names that the engine took; the others of the bucket were
+        skipped. Anything else: it took all.
         """
 
     def unfilled(self) -> Collection[str]:
-        """Names of the engine's own weights that the buckets of this sync have not filled (a draft model's). Asked after the last one."""
+        """Names of the engine's own weights that the buckets of this sync have not filled (a draft
+        model's). Asked after the last one."""
         return ()
 
     def forget_cache(self) -> None:
-        """Drop cached results of the old weights. Called when weights were filled while the KV cache stayed on the device."""
+        """Drop cached results of the old weights. Called when weights were filled while the KV
+        cache stayed on the device."""
 
     mirror_stays = True
-    """Whether the host memory of weights that were kept stays with the engine when they are back on the device."""
+    """Whether the host memory of weights that were kept stays with the engine when they are back on
+    the device."""
 
     def mirror_bytes(self) -> int | None:
-        """Host bytes that the engine's own copy of the weights takes, asked after an offload that keeps them. None: their device bytes."""
+        """Host bytes that the engine's own copy of the weights takes, asked after an offload that
+        keeps them. None: their device bytes."""
         return None
 
     def register(self) -> None:
-        """Check that the engine can be moved, and that it agrees with the record. Called before a manager takes the engine over.
+        """Check that the engine can be moved, and that it agrees with the record. Called before a
+        manager takes the engine over.
 
         Raises:
             EngineError: says what is missing.
@@ -365,38 +448,45 @@ class TaggedEngine(Engine):
         return ()
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Send one bucket of `Handle.weights` to the engine, in the order of the buckets. After the last one the weights are valid.
+        """Send one bucket of `Handle.weights` to the engine, in the order of the buckets. After the
+        last one the weights are valid.
 
-        Between the first and the last bucket the weights are part old and part new. If the sync stops there, they must be filled again.
+        Between the first and the last bucket the weights are part old and part new. If the sync
+        stops there, they must be filled again.
 
         Raises:
-            EngineError: the weights are not on the device, an earlier bucket is missing, the bucket has adapters for discarded base
-                weights, or the engine refused it. After the last one: the engine says that it skipped names, or has weights that none
-                has filled. It generates nothing before a sync that fills all of them.
+            EngineError: the weights are not on the device, an earlier bucket is missing, the bucket
+            has adapters for discarded base
+                weights, or the engine refused it. After the last one: the engine says that it
+                skipped names, or has weights that none has filled. It generates nothing before a
+                sync that fills all of them.
         """
         residency = self.residency
         if residency.doubt is not None:
             raise EngineError(f"{self!r} takes no weights any more: {residency.doubt}")
         if WEIGHTS not in residency.resident_tags:
             raise EngineError(
-                f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync') with a plan that puts them on the "
-                "device; if only= is given, it must name the engine"
+                f"the weights of {self!r} are offloaded: update them inside "
+                "manager.phase('weight_sync') with a plan that puts them on the device; if only= "
+                "is given, it must name the engine"
             )
         number = getattr(bucket, "number", None)
         is_adapters = getattr(bucket, "adapters", "merged") == "separate"
         if number is not None and number not in (0, self._next_bucket):
             raise EngineError(
-                f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass every bucket of handle.weights() to "
-                "update_weights, in order"
+                f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass "
+                "every bucket of handle.weights() to update_weights, in order"
             )
         if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
             raise EngineError(
-                f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with adapters='merged' or 'base', or make the "
-                "engine with weights='keep'"
+                f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with "
+                "adapters='merged' or 'base', or make the engine with weights='keep'"
             )
         if number == 0 or number is None:
             self._next_bucket, self._skipped = 0, []
-            residency.stale = _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and was not finished"
+            residency.stale = (
+                _HALF_OF_ADAPTERS if is_adapters else ("a sync has begun and was not finished")
+            )
         taken = self.receive(bucket)
         if isinstance(taken, Set):
             self._skipped += [name for name, _ in bucket if name not in taken]
@@ -408,21 +498,28 @@ class TaggedEngine(Engine):
 
     def _check_all_filled(self) -> None:
         told = {"it did not take": self._skipped, "no published weight fills": [*self.unfilled()]}
-        more = {what: f" and {len(names) - 4} more" if names[4:] else "" for what, names in told.items()}
-        if said := [f"{what} {', '.join(names[:4])}{more[what]}" for what, names in told.items() if names]:
+        more = {
+            what: (f" and {len(names) - 4} more") if names[4:] else ""
+            for what, names in told.items()
+        }
+        if said := [
+            (f"{what} {', '.join(names[:4])}{more[what]}") for what, names in told.items() if names
+        ]:
             self.residency.stale = "; ".join(said)
             raise EngineError(
-                f"the weights of {self!r} are not valid: {self.residency.stale}. Publish under the names that it loads "
-                "(names='checkpoint'), and its draft model's weights as well"
+                f"the weights of {self!r} are not valid: {self.residency.stale}. Publish under the "
+                "names that it loads (names='checkpoint'), and its draft model's weights as well"
             )
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a weight sync must come before the engine can generate: its weights were discarded, or a sync was cut off."""
+        """Whether a weight sync must come before the engine can generate: its weights were
+        discarded, or a sync was cut off."""
         return self.residency.stale is not None
 
     def weights_filled(self) -> None:
-        """Record that the weights are complete and new. Call it for weights that came another way (a broadcast, a reload from disk).
+        """Record that the weights are complete and new. Call it for weights that came another way
+        (a broadcast, a reload from disk).
 
         Raises:
             EngineError: the weights are not on the device.
@@ -431,7 +528,8 @@ class TaggedEngine(Engine):
         self.residency.fill()
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """Say after `EngineLost` which tags are offloaded, if you know. The weights count as lost until the next sync.
+        """Say after `EngineLost` which tags are offloaded, if you know. The weights count as lost
+        until the next sync.
 
         Raises:
             ValueError: the engine does not have a tag.
@@ -443,14 +541,20 @@ class TaggedEngine(Engine):
 
 
 class Follower(TaggedEngine):
-    """Stands on this rank for an engine that another rank of the group leads. It has the same tags, and sends nothing.
+    """Stands on this rank for an engine that another rank of the group leads. It has the same tags,
+    and sends nothing.
 
-    An engine that spans several ranks' devices takes its orders from one of them. The other ranks register a follower under the same
-    name. So all ranks make the same plan, and wait for the leader at each phase transition.
+    An engine that spans several ranks' devices takes its orders from one of them. The other ranks
+    register a follower under the same name. So all ranks make the same plan, and wait for the
+    leader at each phase transition.
     """
 
     def __init__(
-        self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None, weights: Weights = "keep"
+        self,
+        *,
+        tags: Sequence[str] = (WEIGHTS, KV_CACHE),
+        tag_bytes: Mapping[str, int | str] | None = None,
+        weights: Weights = "keep",
     ) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, weights=weights, verify="answer")
 

@@ -1,9 +1,10 @@
 """vLLM: its server over HTTP, and its `LLM` in this process.
 
-The differences between versions are read from the server's answers. Checked against 0.33.0 (vllm/entrypoints/serve/dev/sleep/
-api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py) and 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/
-engine/core.py, vllm/device_allocator/cumem.py). The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and `--enable-sleep-mode` for
-memory to move.
+The differences between versions are read from the server's answers. Checked against 0.33.0
+(vllm/entrypoints/serve/dev/sleep/ api_router.py, vllm/entrypoints/rl/online/api_router.py,
+vllm/v1/executor/abstract.py) and 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/ engine/core.py,
+vllm/device_allocator/cumem.py). The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and
+`--enable-sleep-mode` for memory to move.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine, Weights
 
-_ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers 'sleeping' even without it."
+_ENABLE = (
+    "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers "
+    "'sleeping' even without it."
+)
 _MAPPED_ALREADY = "CUDA Error: invalid argument"
-"""The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps every block of the tag anew."""
+"""The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps
+every block of the tag anew."""
 
 
 class _Vllm(TaggedEngine):
@@ -32,30 +37,34 @@ class _Vllm(TaggedEngine):
 
     why_nothing_moves = _ENABLE
     knows_its_tags: bool
-    """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone. One change of vLLM brought both."""
+    """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone. One change
+    of vLLM brought both."""
 
     @property
     def _level(self) -> int:
         return 1 if self.residency.keeps_weights else 2
 
     def register(self) -> None:
-        """Check that vLLM is awake or asleep as the record says. It does not report which tags are."""
+        """Check that vLLM is awake or asleep as the record says. It does not report which tags
+        are."""
         offloaded = sorted(self.residency.offloaded_tags)
         if (is_asleep := self._is_sleeping()) is not bool(offloaded):
             raise EngineError(
-                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with offloaded={offloaded}: wake "
-                "it first, or give offloaded= the tags that are asleep"
+                f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with "
+                f"offloaded={offloaded}: wake it first, or give offloaded= the tags that are asleep"
             )
 
     def offload(self, tags: Collection[str]) -> None:
-        """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
+        """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache
+        alone is given up instead."""
         book, before = self.residency, self.residency.resident_tags
         staying = [tag for tag in book.tags if tag in before - set(tags)]
         if WEIGHTS not in tags and self.knows_its_tags:
             self._release_kv_cache()
             return
         if KV_CACHE not in before and not self.knows_its_tags:
-            # vLLM 0.24 has one flag for "asleep". With the KV cache offloaded it takes a sleep for done and keeps the weights.
+            # vLLM 0.24 has one flag for "asleep". With the KV cache offloaded it takes a sleep for
+            # done and keeps the weights.
             self._wake([KV_CACHE])
             book.resident_tags |= {KV_CACHE}  # correct in case the sleep is refused
         self._sleep()
@@ -67,32 +76,45 @@ class _Vllm(TaggedEngine):
         try:
             self._wake(staying)
         except EngineError as error:
-            if not isinstance(error, EngineLost):  # everything sleeps now, although only a part was to be offloaded
-                book.resident_tags, book.stale = frozenset(), "waking them again failed after the KV cache was offloaded"
+            # everything sleeps now, although only a part was to be offloaded
+            if not isinstance(error, EngineLost):
+                book.resident_tags, book.stale = (
+                    frozenset(),
+                    ("waking them again failed after the KV cache was offloaded"),
+                )
             raise
 
     def load(self, tags: Collection[str]) -> None:
         """Wake these tags, which are asleep."""
         if not self._is_sleeping():
-            raise EngineLost(f"{self!r} is awake, although it was put to sleep: it was restarted, or another program woke it")
+            raise EngineLost(
+                f"{self!r} is awake, although it was put to sleep: it was restarted, or another "
+                "program woke it"
+            )
         is_last = self.residency.offloaded_tags <= set(tags)
         self._wake([tag for tag in self.residency.tags if tag in tags])
-        if self._is_sleeping_now() is is_last:  # with the last tag back it must be awake, before that asleep
-            raise EngineLost(f"{self!r} was told to wake {', '.join(tags)}, but reports to be {'still' if is_last else 'no longer'} asleep")
+        # with the last tag back it must be awake, before that asleep
+        if self._is_sleeping_now() is is_last:
+            raise EngineLost(
+                f"{self!r} was told to wake {', '.join(tags)}, but reports to be "
+                f"{'still' if is_last else 'no longer'} asleep"
+            )
 
     def _failed_wake(self, said: str, tags: Sequence[str]) -> EngineError:
         """The error for a wake that failed: an `EngineLost` where no later one can succeed."""
         if _MAPPED_ALREADY in said:
             return EngineLost(
-                f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was back, and vLLM cannot bring back the rest"
+                f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was "
+                "back, and vLLM cannot bring back the rest"
             )
         return EngineError(
-            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on its device "
-            "and enter the phase again"
+            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory "
+            "may be in use; free memory on its device and enter the phase again"
         )
 
     def _is_sleeping_now(self) -> bool:
-        """Ask after a call that should have changed the answer. Without an answer the call's effect is unknown."""
+        """Ask after a call that should have changed the answer. Without an answer the call's effect
+        is unknown."""
         try:
             return self._is_sleeping()
         except EngineError as error:
@@ -120,11 +142,13 @@ class VllmServer(ServedEngine, _Vllm):
 
     Args:
         url: "http://127.0.0.1:8000".
-        send: sends one bucket of weights to the server, by any means of your framework (CUDA IPC, NCCL, its RL routes); None: weights
+        send: sends one bucket of weights to the server, by any means of your framework (CUDA IPC,
+        NCCL, its RL routes); None: weights
             come another way, and you call `weights_filled`.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
         api_key: the server's API key, if it needs one.
-        options: options of `TaggedEngine`: weights ("keep": level 1, a copy on the host; "discard": level 2, lost until the next sync),
+        options: options of `TaggedEngine`: weights ("keep": level 1, a copy on the host; "discard":
+        level 2, lost until the next sync),
             tag_bytes, verify, deadline_seconds, offloaded.
 
     Raises:
@@ -132,21 +156,33 @@ class VllmServer(ServedEngine, _Vllm):
     """
 
     def register(self) -> None:
-        """Check that the server has the routes, and is awake or asleep as the record says. Raises EngineError: it is not."""
+        """Check that the server has the routes, and is awake or asleep as the record says. Raises
+        EngineError: it is not."""
         if not self._has("/sleep"):
-            raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
+            raise EngineError(
+                f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 "
+                "and --enable-sleep-mode"
+            )
         if not self._has("/pause"):
-            raise EngineError(f"{self._server.url} has no route /pause, so this vLLM is too old: vLLM 0.24 or later is needed")
+            raise EngineError(
+                f"{self._server.url} has no route /pause, so this vLLM is too old: vLLM 0.24 or "
+                "later is needed"
+            )
         self.knows_its_tags = self._has("/release_kv_cache_memory")
         super().register()
 
     def drain(self) -> None:
-        """Pause the server, which also keeps new requests out. EngineError: some were still in flight at the deadline, and go on."""
+        """Pause the server, which also keeps new requests out. EngineError: some were still in
+        flight at the deadline, and go on."""
         try:
-            self._expect("paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight}))
+            self._expect(
+                "paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight})
+            )
         except EngineLost as lost:
             self._expect("resumed", self._server.ask("POST", "/resume"))
-            raise EngineError(f"{lost}: requests were still in flight. The server was told to resume") from lost
+            raise EngineError(
+                f"{lost}: requests were still in flight. The server was told to resume"
+            ) from lost
 
     def admit(self) -> None:
         """Resume the server, unless the last wake has done it."""
@@ -156,14 +192,22 @@ class VllmServer(ServedEngine, _Vllm):
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")
         if not answer.is_ok or answer.fields.get("success") is False:
-            raise EngineError(f"{answer}. The prefix cache belongs to the old weights: generate nothing until it is reset")
+            raise EngineError(
+                f"{answer}. The prefix cache belongs to the old weights: generate nothing until it "
+                "is reset"
+            )
 
     def _sleep(self) -> None:
-        answer = self._server.ask("POST", "/sleep", query={"level": str(self._level), "mode": self._in_flight})
+        answer = self._server.ask(
+            "POST", "/sleep", query={"level": str(self._level), "mode": self._in_flight}
+        )
         if answer.status in (400, 404, 405):
             raise EngineError(f"{answer}; nothing was done")
         if not answer.is_ok:
-            raise EngineLost(f"{answer}: a sleep that failed half-way has freed part of the memory, but vLLM reports to be awake")
+            raise EngineLost(
+                f"{answer}: a sleep that failed half-way has freed part of the memory, but vLLM "
+                "reports to be awake"
+            )
         said = answer.fields.get("status")
         if (said is not None and said != "sleeping") or not self._is_sleeping_now():
             raise EngineLost(f"{answer}, but the server is not asleep")
@@ -183,13 +227,19 @@ class VllmServer(ServedEngine, _Vllm):
     def _release_kv_cache(self) -> None:
         answer = self._server.ask("POST", "/release_kv_cache_memory")
         if not answer.is_ok:
-            raise EngineLost(f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not")
+            raise EngineLost(
+                f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not"
+            )
 
     def _has(self, route: str) -> bool:
-        """Whether the server has a POST route. A GET of such a route is refused because of its method, and does nothing."""
+        """Whether the server has a POST route. A GET of such a route is refused because of its
+        method, and does nothing."""
         answer = self._server.ask("GET", route)
         if answer.status not in (404, 405):
-            raise EngineError(f"{answer}; expected 405 (the route exists) or 404 (it does not). Check that this is a vLLM server.")
+            raise EngineError(
+                f"{answer}; expected 405 (the route exists) or 404 (it does not). Check that this "
+                "is a vLLM server."
+            )
         return answer.status == 405
 
     def _expect(self, status: str, answer: Answer) -> None:
@@ -204,9 +254,11 @@ class VllmInProcess(_Vllm):
 
     Args:
         llm: the `vllm.LLM`. For an asynchronous engine use `VllmServer`.
-        send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which takes the checkpoint's names. vLLM runs
-            the model in a process of its own unless it was started with `VLLM_ENABLE_V1_MULTIPROCESSING=0`. That process takes functions
-            only with `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, and the weights then go through the host.
+        send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which
+        takes the checkpoint's names. vLLM runs
+            the model in a process of its own unless it was started with
+            `VLLM_ENABLE_V1_MULTIPROCESSING=0`. That process takes functions only with
+            `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, and the weights then go through the host.
         weights: "keep": level 1; "discard": level 2.
         options: options of `TaggedEngine`.
 
@@ -214,36 +266,61 @@ class VllmInProcess(_Vllm):
         ValueError: `llm` lacks a method of `vllm.LLM`, or an option does not fit.
     """
 
-    def __init__(self, llm: Any, *, send: Send | None = None, weights: Weights = "keep", **options: Any) -> None:
-        missing = [name for name in ("sleep", "wake_up", "apply_model", "llm_engine") if not hasattr(llm, name)]
+    def __init__(
+        self, llm: Any, *, send: Send | None = None, weights: Weights = "keep", **options: Any
+    ) -> None:
+        missing = [
+            name
+            for name in ("sleep", "wake_up", "apply_model", "llm_engine")
+            if not hasattr(llm, name)
+        ]
         if missing or inspect.iscoroutinefunction(llm.sleep):
-            raise ValueError(f"{type(llm).__name__} is no vllm.LLM ({', '.join(missing) or 'its sleep is asynchronous'}): use VllmServer")
+            raise ValueError(
+                f"{type(llm).__name__} is no vllm.LLM "
+                f"({', '.join(missing) or 'its sleep is asynchronous'}): use VllmServer"
+            )
         super().__init__(weights=weights, **options)
         self._llm = llm
         self._send = send
         self.knows_its_tags = hasattr(llm, "release_kv_cache_memory")
-        self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"  # else torch's cache keeps it
+        # else torch's cache keeps it
+        self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"
 
     def register(self) -> None:
-        """Check that the engine moves its memory, and is awake or asleep as the record says. Raises EngineError: it does not, or is not."""
+        """Check that the engine moves its memory, and is awake or asleep as the record says. Raises
+        EngineError: it does not, or is not."""
         config = getattr(self._llm.llm_engine, "model_config", None)
-        if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
+        if not getattr(config, "enable_sleep_mode", True) and not getattr(
+            config, "enable_cumem_allocator", False
+        ):
             raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
         super().register()
 
     def mirror_bytes(self) -> int | None:
-        """Host bytes of vLLM's allocator, if the model is in this process. torch rounds page-locked memory up to powers of two."""
-        allocator = getattr(getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None), "instance", None)
+        """Host bytes of vLLM's allocator, if the model is in this process. torch rounds page-locked
+        memory up to powers of two."""
+        allocator = getattr(
+            getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None),
+            "instance",
+            None,
+        )
         if allocator is None or not hasattr(self._llm.llm_engine, "model_executor"):
             return None
         found = (data.cpu_backup_tensor for data in allocator.pointer_to_data.values())
         backups: list[torch.Tensor] = [each for each in found if each is not None]
-        return sum(1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes for each in backups)
+        return sum(
+            1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes
+            for each in backups
+        )
 
     def drain(self) -> None:
-        """Check that no request is in flight: generate() returns when it is done. EngineError: some have not been stepped to their end."""
+        """Check that no request is in flight: generate() returns when it is done. EngineError: some
+        have not been stepped to their end."""
         if self._llm.llm_engine.has_unfinished_requests():
-            raise EngineError(f"{self!r} has unfinished requests: step the engine until they are done, or abort them")
+            raise EngineError(
+                f"{self!r} has unfinished requests: step the engine until they are done, or abort "
+                "them"
+            )
 
     def admit(self) -> None:
         """Nothing: vLLM takes requests as soon as it is awake."""
@@ -251,7 +328,8 @@ class VllmInProcess(_Vllm):
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
             return self._send(bucket)
-        # Sent to another process, a tensor takes the whole storage along, which the tensors of a bucket share.
+        # Sent to another process, a tensor takes the whole storage along, which the tensors of a
+        # bucket share.
         is_apart = not hasattr(self._llm.llm_engine, "model_executor")
         pairs = [(name, tensor.cpu() if is_apart else tensor) for name, tensor in bucket]
         self._call("apply_model", lambda model: model.load_weights(pairs) and None)
@@ -259,15 +337,23 @@ class VllmInProcess(_Vllm):
 
     def forget_cache(self) -> None:
         if self._call("reset_prefix_cache") is False:
-            raise EngineError(f"{self!r} did not reset its prefix cache, which belongs to the old weights: finish or abort its requests")
+            raise EngineError(
+                f"{self!r} did not reset its prefix cache, which belongs to the old weights: "
+                "finish or abort its requests"
+            )
 
     def _sleep(self) -> None:
         try:
             self._llm.sleep(level=self._level)
         except Exception as error:
-            raise EngineLost(f"sleep(level={self._level}) failed: {error!r}. Part of the memory may be free, and vLLM awake") from error
+            raise EngineLost(
+                f"sleep(level={self._level}) failed: {error!r}. Part of the memory may be free, "
+                "and vLLM awake"
+            ) from error
         if not self._is_sleeping_now():
-            raise EngineLost(f"sleep(level={self._level}) returned, but vLLM is not asleep. {_ENABLE}")
+            raise EngineLost(
+                f"sleep(level={self._level}) returned, but vLLM is not asleep. {_ENABLE}"
+            )
 
     def _wake(self, tags: Sequence[str]) -> None:
         try:
@@ -283,10 +369,15 @@ class VllmInProcess(_Vllm):
         try:
             self._call("release_kv_cache_memory")
         except EngineError as error:
-            raise EngineLost(f"{error}. vLLM is paused, and it is unknown whether its KV cache is on the device") from error
+            raise EngineLost(
+                f"{error}. vLLM is paused, and it is unknown whether its KV cache is on the device"
+            ) from error
 
     def _call(self, name: str, *args: Any, **keywords: Any) -> Any:
         try:
             return getattr(self._llm, name)(*args, **keywords)
         except Exception as error:
-            raise EngineError(f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: {error!r}") from error
+            raise EngineError(
+                f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: "
+                f"{error!r}"
+            ) from error

@@ -1,4 +1,5 @@
-"""The facts about a job beside its models (the phases of a step, the parallel layout, the link), and the forecast as data.
+"""The facts about a job beside its models (the phases of a step, the parallel layout, the link),
+and the forecast as data.
 
 A `Forecast` is immutable, and JSON by `model_dump_json()`.
 """
@@ -36,19 +37,27 @@ class Phase(NamedTuple):
 
 
 def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -> tuple[Phase, ...]:
-    """The phases of one step, in order: of a name of `CYCLES`, or as given, such as "log_prob[actor+ref]" for a phase with `only`.
+    """The phases of one step, in order: of a name of `CYCLES`, or as given, such as
+    "log_prob[actor+ref]" for a phase with `only`.
 
-    The phase "idle" between two others means that one is left before the next is entered, instead of switching. Raises ValueError: a
-    phase is unknown, or there is none.
+    The phase "idle" between two others means that one is left before the next is entered, instead
+    of switching. Raises ValueError: a phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
-        cycle = CYCLES[cycle] if cycle in CYCLES else [each for each in cycle.split(",") if each.strip()]
+        cycle = (
+            CYCLES[cycle]
+            if cycle in CYCLES
+            else [each for each in cycle.split(",") if each.strip()]
+        )
     known = (*PHASES, *(own or {}))
     phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
     for each in phases:
         if each.name not in known:
             hint = nearest(each.name, (*known, *CYCLES) if len(phases) == 1 else known)
-            raise ValueError(f"unknown phase {each.name!r}{hint or ';'} known: {', '.join(known)}. Declare your own in Settings.phases")
+            raise ValueError(
+                f"unknown phase {each.name!r}{hint or ';'} known: {', '.join(known)}. Declare your "
+                "own in Settings.phases"
+            )
     while phases and phases[-1].name == IDLE:  # the step ends there anyway
         phases = phases[:-1]
     if not phases:
@@ -59,8 +68,15 @@ def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -
 def _phase(text: str) -> Phase:
     match = _PHASE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles only")
-    only = None if match[2] is None else tuple(name.strip() for name in match[2].split("+") if name.strip())
+        raise ValueError(
+            f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles "
+            "only"
+        )
+    only = (
+        None
+        if match[2] is None
+        else tuple(name.strip() for name in match[2].split("+") if name.strip())
+    )
     return Phase(match[1], only)
 
 
@@ -75,7 +91,8 @@ class Layout:
     data_parallel: int = 1
     """Replicas, each with all bytes. It changes no rank's bytes."""
     shards: int = 1
-    """Ranks that share each parameter, as FSDP2 does: every one holds a part of its first dimension."""
+    """Ranks that share each parameter, as FSDP2 does: every one holds a part of its first
+    dimension."""
     tensor_parallel: int = 1
     """Ranks that share each layer, as the model's own tensor-parallel plan says."""
     gpus_per_node: int = 8
@@ -87,8 +104,9 @@ class Layout:
                 raise ValueError(f"{each.name} must be a whole number from 1 on, not {value!r}")
         if self.ranks > self.gpus_per_node and self.ranks % self.gpus_per_node:
             raise ValueError(
-                f"{self.ranks} ranks (data_parallel {self.data_parallel} x shards {self.shards} x tensor_parallel {self.tensor_parallel}) "
-                f"do not fill nodes of {self.gpus_per_node} GPUs; change one of them"
+                f"{self.ranks} ranks (data_parallel {self.data_parallel} x shards {self.shards} x "
+                f"tensor_parallel {self.tensor_parallel}) do not fill nodes of "
+                f"{self.gpus_per_node} GPUs; change one of them"
             )
 
     @property
@@ -99,7 +117,9 @@ class Layout:
     def ranks_per_node(self) -> int:
         return min(self.ranks, self.gpus_per_node)
 
-    def part_of(self, name: str, shape: tuple[int, ...], split_dimension: int | None) -> tuple[int, ...]:
+    def part_of(
+        self, name: str, shape: tuple[int, ...], split_dimension: int | None
+    ) -> tuple[int, ...]:
         """The shape of the first rank's part of a parameter. No other rank's part is larger.
 
         Args:
@@ -112,13 +132,15 @@ class Layout:
         if split_dimension is not None and self.tensor_parallel > 1:
             if part[split_dimension] % self.tensor_parallel:
                 raise ValueError(
-                    f"tensor_parallel {self.tensor_parallel} does not divide dimension {split_dimension} of {name!r}, of shape {shape}; "
-                    "choose a divisor"
+                    f"tensor_parallel {self.tensor_parallel} does not divide dimension "
+                    f"{split_dimension} of {name!r}, of shape {shape}; choose a divisor"
                 )
             part[split_dimension] //= self.tensor_parallel
         if self.shards > 1:
             if not part:
-                raise ValueError(f"{name!r} has no dimension, so it cannot be sharded; use shards=1")
+                raise ValueError(
+                    f"{name!r} has no dimension, so it cannot be sharded; use shards=1"
+                )
             part[0] = -(-part[0] // self.shards)
         return tuple(part)
 
@@ -149,7 +171,8 @@ class Link(Frozen):
 
     @classmethod
     def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
-        """A link as it is, one with the same rate each way (bytes a second), or the one in a file that `placement doctor --json` wrote.
+        """A link as it is, one with the same rate each way (bytes a second), or the one in a file
+        that `placement doctor --json` wrote.
 
         Raises:
             OSError: the file cannot be read.
@@ -163,11 +186,20 @@ class Link(Frozen):
         advice = "write one with: placement doctor --json > doctor.json"
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**found["link"], **{name: found.get(name) for name in cls.model_fields if name not in LinkRates.model_fields})
+            return cls(
+                **found["link"],
+                **{
+                    name: found.get(name)
+                    for name in cls.model_fields
+                    if name not in LinkRates.model_fields
+                },
+            )
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no file {path}; {advice}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has no link with rates; {advice} ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"{path} has no link with rates; {advice} ({type(error).__name__}: {error})"
+            ) from error
 
     def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
         """The seconds that a phase transition takes beside its copies."""
@@ -176,7 +208,10 @@ class Link(Frozen):
             return 0.0
         if not (loaded_bytes or offloaded_bytes or skipped_bytes):
             return beside.alone
-        loaded, offloaded = loaded_bytes * beside.loaded_byte, offloaded_bytes * beside.offloaded_byte
+        loaded, offloaded = (
+            loaded_bytes * beside.loaded_byte,
+            offloaded_bytes * beside.offloaded_byte,
+        )
         return beside.moving + loaded + offloaded + skipped_bytes * beside.skipped_byte
 
 
@@ -195,7 +230,8 @@ class HandleForecast(Frozen):
     node_host_bytes: int
     """Host bytes of the host copies of all ranks of a node."""
     mirror_bytes: int = 0
-    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps by itself."""
+    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps by
+    itself."""
 
 
 class PhaseForecast(Frozen):
@@ -204,7 +240,8 @@ class PhaseForecast(Frozen):
     phase: str
     only: tuple[str, ...] | None = None
     fits: bool
-    """Whether the manager would open the phase. If not, its handles stay as they are in the phase before."""
+    """Whether the manager would open the phase. If not, its handles stay as they are in the phase
+    before."""
     problem: str = ""
     """Why the policy gives no plan; empty if it gives one."""
     wanted_bytes: int
@@ -216,15 +253,18 @@ class PhaseForecast(Frozen):
     handle_bytes: dict[str, int]
     states: dict[str, State]
     gradient_bytes: int = 0
-    """Bytes of the gradients during the phase. They lie in torch's own memory, beside the budget."""
+    """Bytes of the gradients during the phase. They lie in torch's own memory, beside the
+    budget."""
     loaded_bytes: int = 0
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     """Bytes that leave the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
-    """The part of `loaded_bytes` that came early: its copies began while the phase before computed."""
+    """The part of `loaded_bytes` that came early: its copies began while the phase before
+    computed."""
     streamed_bytes: int = 0
-    """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy (`optimizer_in="streamed"`)."""
+    """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy
+    (`optimizer_in="streamed"`)."""
     host_bytes: int
     """Host bytes of this rank's host copies that are in host memory, at their most."""
     disk_bytes: int = 0
@@ -232,9 +272,11 @@ class PhaseForecast(Frozen):
     disk_written_bytes: int = 0
     disk_read_bytes: int = 0
     disk_waited_bytes: int = 0
-    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while phases compute."""
+    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while
+    phases compute."""
     stall_seconds: float | None = None
-    """How long the moves take and streamed steps keep the link busy, without waits for the disk; None if the link is not known."""
+    """How long the moves take and streamed steps keep the link busy, without waits for the disk;
+    None if the link is not known."""
     work_seconds: float | None = None
     """The given duration of the work itself; None if it was not given."""
 
@@ -259,7 +301,8 @@ class Forecast(Frozen):
     node_mirror_bytes: int = 0
     """The part of `node_host_bytes` that is engines' mirrors."""
     pageable_reason: str | None = None
-    """Why the other part is not page-locked, so that copies are slow; None: it is, or nobody has looked."""
+    """Why the other part is not page-locked, so that copies are slow; None: it is, or nobody has
+    looked."""
     disk_bytes: int = 0
     """The most bytes of this rank's files on disk."""
     node_disk_bytes: int = 0
@@ -267,13 +310,16 @@ class Forecast(Frozen):
     fits: bool
     """Whether every registration and every phase fits, the first cycle included."""
     refused_registrations: tuple[str, ...] = ()
-    """Why the limit on host memory refuses registrations, a sentence for each; empty where it refuses none."""
+    """Why the limit on host memory refuses registrations, a sentence for each; empty where it
+    refuses none."""
     over_bytes: int = 0
     """Bytes by which the largest phase misses the budget."""
     over_host_bytes: int = 0
-    """Bytes by which `node_host_bytes` misses the host memory that the link's file says is available; 0 if it fits or is not known."""
+    """Bytes by which `node_host_bytes` misses the host memory that the link's file says is
+    available; 0 if it fits or is not known."""
     over_disk_bytes: int = 0
-    """Bytes by which `node_disk_bytes` misses the disk that the link's file says is free; 0 if it fits or is not known."""
+    """Bytes by which `node_disk_bytes` misses the disk that the link's file says is free; 0 if it
+    fits or is not known."""
     stall_seconds: float | None
     """How long the moves of all `phases` take together; None if the link is not known."""
     loaded_bytes: int
@@ -290,4 +336,7 @@ class Forecast(Frozen):
         """
         if (found := next((each for each in self.phases if each.phase == name), None)) is not None:
             return found
-        raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")
+        raise KeyError(
+            f"no phase {name!r}; there are "
+            f"{', '.join(dict.fromkeys(each.phase for each in self.phases))}"
+        )

@@ -1,7 +1,8 @@
-"""A device of sizes alone (addresses without bytes, a link of known rates, a clock that waiting and working move on), and objects for it.
+"""A device of sizes alone (addresses without bytes, a link of known rates, a clock that waiting and
+working move on), and objects for it.
 
-A real manager runs on it as on any other device, and registers the objects as any others. No byte exists: behind the addresses of
-tensors and of host copies is nothing.
+A real manager runs on it as on any other device, and registers the objects as any others. No byte
+exists: behind the addresses of tensors and of host copies is nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from placement.devices.base import Device, check_slots, round_up
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.slab import Slab
-from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedHostSlab
+from placement.devices.memory import (
+    Addresses,
+    Chunk,
+    Copy,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    SharedHostSlab,
+)
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
 from placement.registration.streamed_optimizer import allow
@@ -34,12 +44,16 @@ GRANULARITY = 2 << 20  # the granularity of the CUDA driver on every GPU so far
 _CAPACITY_BYTES = 1 << 62
 _SLOW = 1e-3  # the rate, in bytes a second, of a link that is not known
 _NEAR_BYTES = 0.5  # a copy that lacks less is complete: rates and seconds are rounded
-_SETTLES_SECONDS = 0.25  # the longest real time that a thread of the manager's is given to reach its next wait
+# the longest real time that a thread of the manager's is given to reach its next wait
+_SETTLES_SECONDS = 0.25
 
 StateOf = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-"""The state that an optimizer creates for a parameter, on the meta device. Tensors without a dimension are counters, on the host."""
+"""The state that an optimizer creates for a parameter, on the meta device. Tensors without a
+dimension are counters, on the host."""
 
-_end = itertools.count(1 << 18)  # the end of all addresses so far, in GiB. They are the process's: no two objects ever have the same.
+# the end of all addresses so far, in GiB. They are the process's: no two objects ever have the
+# same.
+_end = itertools.count(1 << 18)
 
 
 def _take(nbytes: int, alignment: int = 1) -> int:
@@ -50,11 +64,18 @@ def _take(nbytes: int, alignment: int = 1) -> int:
     return -(-(first << 30) // alignment) * alignment
 
 
-def sized(shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int | None = None) -> torch.Tensor:
-    """A tensor without bytes: it has a shape, and an address that nothing is behind. Whoever reads or writes it crashes."""
+def sized(
+    shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int | None = None
+) -> torch.Tensor:
+    """A tensor without bytes: it has a shape, and an address that nothing is behind. Whoever reads
+    or writes it crashes."""
     nbytes = math.prod(shape) * dtype.itemsize
     address = _take(nbytes) if address is None else address
-    return within(torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes), shape, dtype)
+    return within(
+        torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes),
+        shape,
+        dtype,
+    )
 
 
 def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +127,8 @@ class _Copies:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.seconds = 0.0
-        self.queued: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}  # the bytes that were ever queued
+        # the bytes that were ever queued
+        self.queued: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
         self._done = dict(self.queued)
 
     def has_done(self, mark: _Mark) -> bool:
@@ -118,29 +140,41 @@ class _Copies:
         while self.seconds < until_seconds and not any(map(self.has_done, marks)):
             rates, left, goals = self._rates(), until_seconds - self.seconds, dict(self.queued)
             for direction, rate in rates.items():
-                goals[direction] = min(self.queued[direction], *(each.nbytes for each in marks if each.direction == direction), math.inf)
+                goals[direction] = min(
+                    self.queued[direction],
+                    *(each.nbytes for each in marks if each.direction == direction),
+                    math.inf,
+                )
                 left = min(left, (goals[direction] - self._done[direction]) / rate)
             if left == math.inf:
                 return
             self.seconds += left
             for direction, rate in rates.items():
                 done = self._done[direction] + left * rate
-                self._done[direction] = goals[direction] if abs(done - goals[direction]) < _NEAR_BYTES else done
+                self._done[direction] = (
+                    goals[direction] if abs(done - goals[direction]) < _NEAR_BYTES else done
+                )
 
     def _rates(self) -> dict[Direction, float]:
         """The rates of the directions that have anything to copy."""
-        busy = [direction for direction, nbytes in self.queued.items() if nbytes > self._done[direction]]
-        rates: dict[Direction, float] = {each: getattr(self._link, f"{each}_bytes_per_second") for each in busy}
+        busy = [
+            direction for direction, nbytes in self.queued.items() if nbytes > self._done[direction]
+        ]
+        rates: dict[Direction, float] = {
+            each: getattr(self._link, f"{each}_bytes_per_second") for each in busy
+        }
         limit = self._link.both_bytes_per_second if len(rates) == 2 else None
         share = 1.0 if limit is None else min(1.0, limit / sum(rates.values()))
         return {direction: rate * share for direction, rate in rates.items()}
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits what is on it.
+    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits
+    what is on it.
 
-    `link`: the rates of copies; None: they are not known, and no copy is ready before it is waited for. `like`: the device in whose chunks
-    it counts; None: the CUDA device on which the link was measured.
+    `link`: the rates of copies; None: they are not known, and no copy is ready before it is waited
+    for. `like`: the device in whose chunks it counts; None: the CUDA device on which the link was
+    measured.
     """
 
     name = "sizes"
@@ -148,15 +182,21 @@ class SizesDevice(Device):
 
     def __init__(self, link: Link | None = None, like: Sizing | None = None) -> None:
         measured = link and link.chunk_bytes
-        self.granularity, self.chunk_bytes = (like.granularity, like.chunk_bytes) if like else (GRANULARITY, measured or CHUNK_BYTES)
+        self.granularity, self.chunk_bytes = (
+            (like.granularity, like.chunk_bytes) if like else (GRANULARITY, measured or CHUNK_BYTES)
+        )
         self.link = link
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
-        self._writes: dict[int, int] = {}  # how often the bytes of a slot were changed, by the slot's number
-        self._host_writes: Counter[int] = Counter()  # how often the bytes of a block of host memory were copied to, by the block's number
-        self._shares: list[tuple[int, int, float]] = []  # the first and the last address of what comes over the link in part, and the part
+        # how often the bytes of a slot were changed, by the slot's number
+        self._writes: dict[int, int] = {}
+        # how often the bytes of a block of host memory were copied to, by the block's number
+        self._host_writes: Counter[int] = Counter()
+        # the first and the last address of what comes over the link in part, and the part
+        self._shares: list[tuple[int, int, float]] = []
         self._moved = threading.Condition()
-        self._awaited: dict[int, _Mark] = {}  # the marks that threads of the manager's wait for, by the thread
+        # the marks that threads of the manager's wait for, by the thread
+        self._awaited: dict[int, _Mark] = {}
         self._others = weakref.WeakSet(threading.enumerate())
         self._is_closed = False
 
@@ -167,7 +207,8 @@ class SizesDevice(Device):
         return self._copies.seconds
 
     def work(self, seconds: float) -> None:
-        """Let the worker compute for so long, while copies go on and the manager's threads start more."""
+        """Let the worker compute for so long, while copies go on and the manager's threads start
+        more."""
         end = self.seconds + seconds
         self._settle()
         while self.seconds < end:
@@ -182,9 +223,12 @@ class SizesDevice(Device):
                 self._writes[slot] = self._writes.get(slot, 0) + 1
 
     def share(self, tensor: torch.Tensor, sharers: int) -> None:
-        """Let only this rank's part of the range that has this tensor go over the link: the other ranks bring theirs."""
+        """Let only this rank's part of the range that has this tensor go over the link: the other
+        ranks bring theirs."""
         slots = self._slots(tensor)
-        self._shares.append((slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, 1 / sharers))
+        self._shares.append(
+            (slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, 1 / sharers)
+        )
 
     def _slots(self, tensor: torch.Tensor) -> range:
         """The slots that hold anything of a tensor's storage. Each is of one range alone."""
@@ -201,8 +245,16 @@ class SizesDevice(Device):
         """Return when every thread of the manager's waits for a copy, or has ended."""
         for _ in range(int(_SETTLES_SECONDS * 1000)):
             with self._moved:
-                waiting = {ident for ident, mark in self._awaited.items() if not self._copies.has_done(mark)}
-                ours = [each for each in threading.enumerate() if isinstance(each, BackgroundThread) and each not in self._others]
+                waiting = {
+                    ident
+                    for ident, mark in self._awaited.items()
+                    if not self._copies.has_done(mark)
+                }
+                ours = [
+                    each
+                    for each in threading.enumerate()
+                    if isinstance(each, BackgroundThread) and each not in self._others
+                ]
                 if all(each.ident in waiting for each in ours):
                     return
                 self._moved.wait(0.001)
@@ -212,7 +264,9 @@ class SizesDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return SizedSlab(nbytes, self._host_writes)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedHostSlab:
+    def shared_host(
+        self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
+    ) -> SharedHostSlab:
         raise HostMemoryError("a device of sizes has no memory that processes could share")
 
     def reserve(self, nbytes: int) -> Addresses:
@@ -240,12 +294,17 @@ class SizesDevice(Device):
         for each in copies if direction == "to_host" else ():
             self._host_writes.update(_blocks(each.host_address, each.nbytes))
         for each in copies:
-            part = next((part for first, last, part in self._shares if first <= each.device_address < last), 1.0)
+            part = next(
+                (part for first, last, part in self._shares if first <= each.device_address < last),
+                1.0,
+            )
             with self._moved:
                 self._copies.queued[direction] += each.nbytes * part
 
     def order(self, direction: Direction | None = None) -> None:
-        directions: tuple[Direction, ...] = ("to_device", "to_host") if direction is None else (direction,)
+        directions: tuple[Direction, ...] = (
+            ("to_device", "to_host") if direction is None else (direction,)
+        )
         for each in directions:
             self.wait(self.mark(each))
 
@@ -271,9 +330,15 @@ class SizesDevice(Device):
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         return sized((nbytes,), address=addresses.base + offset)
 
-    def known_fingerprints(self, addresses: Addresses, start: int, sizes: Sequence[int]) -> torch.Tensor:
+    def known_fingerprints(
+        self, addresses: Addresses, start: int, sizes: Sequence[int]
+    ) -> torch.Tensor:
         first = (addresses.base + start) // self.chunk_bytes
-        return torch.tensor([self._writes.get(first + index, 0) for index in range(len(sizes))], dtype=torch.int64, device="cpu")
+        return torch.tensor(
+            [self._writes.get(first + index, 0) for index in range(len(sizes))],
+            dtype=torch.int64,
+            device="cpu",
+        )
 
     def memory(self) -> DeviceMemory:
         held = sum(chunk.nbytes for chunk in [*self._chunks])
@@ -292,17 +357,22 @@ class SizesDevice(Device):
 
 
 class SizedModule(torch.nn.Module):
-    """A module of storages. `storages`: the bytes of each, and the parameters that lie in it, on the meta device; none: it is a buffer."""
+    """A module of storages. `storages`: the bytes of each, and the parameters that lie in it, on
+    the meta device; none: it is a buffer."""
 
     def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
         super().__init__()
         for index, (nbytes, parameters) in enumerate(storages):
-            whole, place = sized((nbytes,)), torch.nn.Module()  # in one, all parameters would come before the buffers
+            # in one, all parameters would come before the buffers
+            whole, place = sized((nbytes,)), torch.nn.Module()
             self.add_module(f"part{index}", place)
             if not parameters:
                 place.register_buffer("buffer", whole)
             for number, each in enumerate(parameters):
-                made = torch.nn.Parameter(within(whole.untyped_storage(), each.shape, each.dtype), requires_grad=each.requires_grad)
+                made = torch.nn.Parameter(
+                    within(whole.untyped_storage(), each.shape, each.dtype),
+                    requires_grad=each.requires_grad,
+                )
                 place.register_parameter(f"parameter{number}", made)
 
     @property
@@ -318,7 +388,9 @@ class SizedModule(torch.nn.Module):
 class SizedOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps create state, and compute nothing."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf = lambda _: {}) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf = lambda _: {}
+    ) -> None:
         # The default is for the twin that a manager makes: its groups bring their own.
         super().__init__(parameters, {"state_of": state_of})
 
@@ -331,7 +403,9 @@ class SizedOptimizer(torch.optim.Optimizer):
         for each in group["params"]:
             if each.grad is not None and each not in self.state:
                 self.state[each] = {
-                    name: torch.empty_like(tensor) if each.is_meta or not tensor.dim() else sized(tensor.shape, tensor.dtype)
+                    name: torch.empty_like(tensor)
+                    if each.is_meta or not tensor.dim()
+                    else sized(tensor.shape, tensor.dtype)
                     for name, tensor in group["state_of"](each).items()
                 }
 
@@ -342,11 +416,19 @@ class SizedOptimizer(torch.optim.Optimizer):
 
 
 class SizedEngine(TaggedEngine):
-    """A rollout engine that places its own memory. Its copies of the weights take the time of the link."""
+    """A rollout engine that places its own memory. Its copies of the weights take the time of the
+    link."""
 
-    def __init__(self, device: SizesDevice, tag_bytes: Mapping[str, int], *, keeps_weights: bool) -> None:
-        given: dict[str, Any] = {"weights": "keep" if keeps_weights else "discard", "verify": "answer"}
-        super().__init__(tags=tuple(tag_bytes), tag_bytes=tag_bytes, offloaded=tuple(tag_bytes), **given)
+    def __init__(
+        self, device: SizesDevice, tag_bytes: Mapping[str, int], *, keeps_weights: bool
+    ) -> None:
+        given: dict[str, Any] = {
+            "weights": "keep" if keeps_weights else "discard",
+            "verify": "answer",
+        }
+        super().__init__(
+            tags=tuple(tag_bytes), tag_bytes=tag_bytes, offloaded=tuple(tag_bytes), **given
+        )
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
         self.phase = IDLE  # the phase that is about to begin
@@ -379,14 +461,16 @@ class Object:
     target: SizedModule | SizedOptimizer | SizedEngine
     role: str | None = None
     readonly: bool = False
-    sharers: int | None = None  # how many ranks share the host copy, of which each has a part that it loads over its own link
+    # how many ranks share the host copy, of which each has a part that it loads over its own link
+    sharers: int | None = None
     keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
 
     def own(self, nbytes: int) -> int:
         return -(-nbytes // (self.sharers or 1))
 
     def empty(self) -> None:
-        """Take everything out of the target, so that nobody tries to hand back values that do not exist."""
+        """Take everything out of the target, so that nobody tries to hand back values that do not
+        exist."""
         if isinstance(self.target, SizedOptimizer):
             self.target.state.clear()
         elif isinstance(self.target, SizedModule):

@@ -1,4 +1,5 @@
-"""Run the phases of a job through a real manager on a device of sizes, and note what each phase holds, moves and takes."""
+"""Run the phases of a job through a real manager on a device of sizes, and note what each phase
+holds, moves and takes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from placement.devices.base import round_up
 from placement.devices.host.disk_file import DiskFile, GoesOn, always
 from placement.devices.host.slab import PAGE, Slab
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
-from placement.forecasting.device import Object, SizedEngine, SizedModule, SizedOptimizer, SizedSlab, SizesDevice, sized
+from placement.forecasting.device import (
+    Object,
+    SizedEngine,
+    SizedModule,
+    SizedOptimizer,
+    SizedSlab,
+    SizesDevice,
+    sized,
+)
 from placement.manager import Manager
 from placement.planning.host_tier import DiskTier, HostShare
 from placement.planning.planner import ask_policy, check_fits, handle_view
@@ -42,7 +51,8 @@ class Moved(NamedTuple):
 
 
 class Asked:
-    """A policy. While handles are registered, they are off the device where it gives no plan, or one that does not fit."""
+    """A policy. While handles are registered, they are off the device where it gives no plan, or
+    one that does not fit."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -51,7 +61,8 @@ class Asked:
         self.unfit: list[PlacementError] = []  # the errors of its plans meanwhile
 
     def plan(self, view: View) -> Plan:
-        if not self.is_registering or not view.budget_bytes:  # without a budget it is asked for what is needed in any case
+        # without a budget it is asked for what is needed in any case
+        if not self.is_registering or not view.budget_bytes:
             return self._policy.plan(view)
         try:
             plan = ask_policy(self._policy, view)
@@ -65,8 +76,9 @@ class Asked:
 class Run(contextlib.AbstractContextManager["Run"]):
     """One worker that only has sizes, under a real manager.
 
-    The objects are in registration order; `names` are those of all phases that come. `work_seconds` and `steps` (of optimizers) are by
-    phase. Beyond `host_limit_bytes` host copies are on disk. The settings are the manager's `worker_role` and `phases`.
+    The objects are in registration order; `names` are those of all phases that come. `work_seconds`
+    and `steps` (of optimizers) are by phase. Beyond `host_limit_bytes` host copies are on disk. The
+    settings are the manager's `worker_role` and `phases`.
     """
 
     def __init__(
@@ -88,13 +100,21 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
         self._device = device
         self._objects: dict[str, Object] = {}
-        self._manager = Manager(device=device, policy=self._asked, budget_bytes=max(1, self._budget_bytes), nan_check=False, **settings)
+        self._manager = Manager(
+            device=device,
+            policy=self._asked,
+            budget_bytes=max(1, self._budget_bytes),
+            nan_check=False,
+            **settings,
+        )
         self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes
         self._tier = CountedTier(self._manager, self._host_limit_bytes, self._shared_part)
         try:
             for each in objects:
                 self._objects[each.name] = each
-                self._manager.register(each.name, each.target, role=each.role, readonly=each.readonly)
+                self._manager.register(
+                    each.name, each.target, role=each.role, readonly=each.readonly
+                )
                 if isinstance(each.target, SizedModule) and each.sharers is not None:
                     for tensor in each.target.tensors:
                         device.share(tensor, each.sharers)
@@ -116,22 +136,41 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     # --- the forecast
 
-    def in_the_steady_state(self, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str]) -> Forecast:
-        """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one. Raises PhaseError: a phase's
-        `only` names a handle that there is not."""
+    def in_the_steady_state(
+        self, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str]
+    ) -> Forecast:
+        """The forecast of a step that is repeated: its first run and, once two runs are alike, the
+        steady one. Raises PhaseError: a phase's `only` names a handle that there is not."""
         cycles: list[tuple[PhaseForecast, ...]] = []
         while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
             cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
         first, phases = cycles[0], cycles[-1]
         if over := [each for each in (*first, *phases) if each.host_bytes > self._host_limit_bytes]:
-            names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
-            notes = [*notes, f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+            names, most = (
+                ", ".join(dict.fromkeys(each.phase for each in over)),
+                max(each.host_bytes for each in over),
+            )
+            notes = [
+                *notes,
+                (
+                    f"in {names} so much is needed at once that host memory goes over the limit, "
+                    f"up to {most:,} bytes"
+                ),
+            ]
         stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
         handles = self._handles(ranks_per_node)
-        shared_bytes = sum(each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles)
-        host_bytes, disk_bytes = (max(getattr(each, name) for each in (*first, *phases)) for name in ("host_bytes", "disk_bytes"))
+        shared_bytes = sum(
+            each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles
+        )
+        host_bytes, disk_bytes = (
+            max(getattr(each, name) for each in (*first, *phases))
+            for name in ("host_bytes", "disk_bytes")
+        )
         over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
-        over_bytes += [max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes) for error in self._asked.unfit]
+        over_bytes += [
+            max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes)
+            for error in self._asked.unfit
+        ]
         return Forecast(
             policy=self._asked.name,
             budget_bytes=None if self._budget_bytes == _NO_LIMIT else self._budget_bytes,
@@ -144,31 +183,53 @@ class Run(contextlib.AbstractContextManager["Run"]):
             node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
             disk_bytes=disk_bytes,
             node_disk_bytes=disk_bytes * ranks_per_node,
-            fits=not self._tier.refused and not self._asked.unfit and all(each.fits for cycle in cycles for each in cycle),
+            fits=not self._tier.refused
+            and not self._asked.unfit
+            and all(each.fits for cycle in cycles for each in cycle),
             refused_registrations=tuple(self._tier.refused.values()),
             over_bytes=max(over_bytes),
             stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
-            **{name: sum(getattr(each, name) for each in phases) for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")},
+            **{
+                name: sum(getattr(each, name) for each in phases)
+                for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+            },
             notes=(*notes, *self._idle_mirrors()),
         )
 
     def _handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
         found = []
         for name, view in self._views().items():
-            facts: dict[str, Any] = {key: getattr(view, key) for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")}
+            facts: dict[str, Any] = {
+                key: getattr(view, key)
+                for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")
+            }
             handle = self._manager.handles[name]
             host_bytes = self._tier.share_of(handle).total_bytes
-            node_bytes = host_bytes * ranks_per_node if self._objects[name].sharers is None else handle.host_bytes
-            facts |= {"host_bytes": host_bytes, "node_host_bytes": node_bytes, "mirror_bytes": handle.storage.mirror_bytes}
+            node_bytes = (
+                host_bytes * ranks_per_node
+                if self._objects[name].sharers is None
+                else handle.host_bytes
+            )
+            facts |= {
+                "host_bytes": host_bytes,
+                "node_host_bytes": node_bytes,
+                "mirror_bytes": handle.storage.mirror_bytes,
+            }
             found.append(HandleForecast(**facts))
         return tuple(found)
 
     def _idle_mirrors(self) -> list[str]:
-        """Notes on engines that keep their weights on the host only for weight syncs to fill them anew."""
-        engines = {name: each.target for name, each in self._objects.items() if isinstance(each.target, SizedEngine)}
+        """Notes on engines that keep their weights on the host only for weight syncs to fill them
+        anew."""
+        engines = {
+            name: each.target
+            for name, each in self._objects.items()
+            if isinstance(each.target, SizedEngine)
+        }
         return [
-            f"{name} keeps {engine.residency.mirror_bytes:,} bytes of weights a GPU on the host, and each weight_sync fills them anew "
-            "before use: discarding them (vLLM's level 2, SGLang without --enable-weights-cpu-backup) spares that memory and its copies"
+            f"{name} keeps {engine.residency.mirror_bytes:,} bytes of weights a GPU on the host, "
+            "and each weight_sync fills them anew before use: discarding them (vLLM's level 2, "
+            "SGLang without --enable-weights-cpu-backup) spares that memory and its copies"
             for name, engine in engines.items()
             if engine.residency.mirror_bytes and engine.woken_in == {"weight_sync"}
         ]
@@ -179,7 +240,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """End the open phase, begin another one, and do its work; "idle" leaves all."""
         for each in self._objects.values():
             if isinstance(each.target, SizedEngine):
-                each.target.residency.stale = None  # a weight sync fills what it discards, whatever phase does that in this cycle
+                # a weight sync fills what it discards, whatever phase does that in this cycle
+                each.target.residency.stale = None
                 each.target.phase = phase.name
         self._tier.begin()
         began = self._device.seconds
@@ -191,18 +253,27 @@ class Run(contextlib.AbstractContextManager["Run"]):
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
-            stall, streamed = stall + waited, Moved.total(self._moved().values())._replace(prefetched_bytes=0)
+            stall, streamed = (
+                stall + waited,
+                Moved.total(self._moved().values())._replace(prefetched_bytes=0),
+            )
         else:
             wanted_bytes = getattr(problem, "wanted_bytes", None) or 0
         if (link := self._device.link) is not None:
-            managed = Moved.total(each for name, each in moved.items() if not isinstance(self._objects[name].target, SizedEngine))
+            managed = Moved.total(
+                each
+                for name, each in moved.items()
+                if not isinstance(self._objects[name].target, SizedEngine)
+            )
             stall += link.seconds_beside(*managed[:3])
         held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
         return PhaseForecast(
             phase=phase.name,
             only=phase.only,
             fits=problem is None,
-            problem="" if problem is None or isinstance(problem, DeviceMemoryError) else f"{type(problem).__name__}: {problem}",
+            problem=""
+            if problem is None or isinstance(problem, DeviceMemoryError)
+            else f"{type(problem).__name__}: {problem}",
             wanted_bytes=wanted_bytes,
             over_bytes=max(0, wanted_bytes - self._budget_bytes),
             device_bytes=sum(held.values()),
@@ -237,9 +308,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     # --- work
 
-    def _work(self, phase: str, seconds: float, views: Mapping[str, HandleView]) -> tuple[float, int]:
-        """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes of gradients."""
-        training = [self._objects[name] for name, view in views.items() if view.state is State.TRAINING]
+    def _work(
+        self, phase: str, seconds: float, views: Mapping[str, HandleView]
+    ) -> tuple[float, int]:
+        """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes
+        of gradients."""
+        training = [
+            self._objects[name] for name, view in views.items() if view.state is State.TRAINING
+        ]
         count = self._steps.get(phase, 1) if training else 0
         waited = 0.0
         for _ in range(count):
@@ -251,13 +327,25 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._device.work(seconds)
         for name, view in views.items() if phase == "weight_sync" else ():
             target = self._objects[name].target
-            if view.role == "rollout" and isinstance(target, SizedModule) and not view.readonly and view.resident_bytes:
+            if (
+                view.role == "rollout"
+                and isinstance(target, SizedModule)
+                and not view.readonly
+                and view.resident_bytes
+            ):
                 self._device.change(*target.parameters())
-        return waited, sum(each.nbytes for made in training if isinstance(made.target, SizedModule) for each in made.target.trained)
+        return waited, sum(
+            each.nbytes
+            for made in training
+            if isinstance(made.target, SizedModule)
+            for each in made.target.trained
+        )
 
     def _step(self, training: Sequence[Object]) -> None:
         """One training step: gradients come, optimizers step, and values change."""
-        modules = [(each, each.target.trained) for each in training if isinstance(each.target, SizedModule)]
+        modules = [
+            (each, each.target.trained) for each in training if isinstance(each.target, SizedModule)
+        ]
         for _, trained in modules:
             for parameter in trained:
                 parameter.grad = sized(parameter.shape, parameter.dtype)
@@ -276,14 +364,29 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
-        names = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes", "spilled_bytes", "disk_read_bytes")
-        return {name: Moved(*attrgetter(*names)(handle.counters)) for name, handle in self._manager.handles.items()}
+        names = (
+            "loaded_bytes",
+            "offloaded_bytes",
+            "skipped_bytes",
+            "prefetch_used_bytes",
+            "spilled_bytes",
+            "disk_read_bytes",
+        )
+        return {
+            name: Moved(*attrgetter(*names)(handle.counters))
+            for name, handle in self._manager.handles.items()
+        }
 
     def _moved(self) -> dict[str, Moved]:
         """The bytes that each handle has moved since the last call over this rank's link."""
         before, self._counters = self._counters, self._count()
         return {
-            name: Moved(*(self._objects[name].own(now - then) for now, then in zip(after, before[name], strict=True)))
+            name: Moved(
+                *(
+                    self._objects[name].own(now - then)
+                    for now, then in zip(after, before[name], strict=True)
+                )
+            )
             for name, after in self._counters.items()
         }
 
@@ -291,7 +394,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return None if self._objects[name].sharers is None else self._objects[name].own(nbytes)
 
 
-# --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes no time
+# --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes
+# no time
 #
 # What a keeper's thread does while phases compute is done here at once, when it is arranged.
 
@@ -309,7 +413,9 @@ class _File(DiskFile):
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
         before, self._has = self._has, [*self._slab.writes]
-        return sum(self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]), True
+        return sum(
+            self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]
+        ), True
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int]:
         return []
@@ -355,19 +461,30 @@ class _Keeper(Keeper):
 
 
 class CountedTier(DiskTier):
-    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses no registration. `part_of`: returns this
-    rank's part of a host copy's bytes, by the handle's name; None where no other rank shares the host copy."""
+    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses
+    no registration. `part_of`: returns this rank's part of a host copy's bytes, by the handle's
+    name; None where no other rank shares the host copy."""
 
     keeper_type, spill_type = _Keeper, _Spill
     _keeper: _Keeper
 
-    def __init__(self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]) -> None:
+    def __init__(
+        self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]
+    ) -> None:
         stack = manager._stack
-        super().__init__(manager.device, stack.registry.handles, stack.reconciler.prefetcher.discard, limit_bytes, "", gives_back=False)
+        super().__init__(
+            manager.device,
+            stack.registry.handles,
+            stack.reconciler.prefetcher.discard,
+            limit_bytes,
+            "",
+            gives_back=False,
+        )
         stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
         self._part_of = part_of
         self._keeper.look = self.most_bytes
-        self.refused: dict[str, str] = {}  # why a manager refuses registrations, by the handles' names
+        # why a manager refuses registrations, by the handles' names
+        self.refused: dict[str, str] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -380,7 +497,10 @@ class CountedTier(DiskTier):
 
     def most_bytes(self) -> int:
         """The most bytes of host copies that were in host memory since `begin`."""
-        self._most_bytes = max(self._most_bytes, sum(self.share_of(handle).held_bytes for handle in self._handles.values()))
+        self._most_bytes = max(
+            self._most_bytes,
+            sum(self.share_of(handle).held_bytes for handle in self._handles.values()),
+        )
         return self._most_bytes
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:

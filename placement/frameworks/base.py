@@ -1,14 +1,19 @@
 # ruff: noqa: ARG003 (default answers ignore their arguments)
-"""The contract of a training framework. One class contains everything that placement knows about one framework.
+"""The contract of a training framework. One class contains everything that placement knows about
+one framework.
 
-To support a new framework, write a subclass of `Framework` in a file of its own. placement finds it in the list of this
-folder's `__init__`, in an entry point of the group `placement.frameworks`, or after `add(cls)`.
+To support a new framework, write a subclass of `Framework` in a file of its own. placement finds it
+in the list of this folder's `__init__`, in an entry point of the group `placement.frameworks`, or
+after `add(cls)`.
 
-placement moves the memory behind a module's tensors; tensor objects, addresses and aliases stay, so that wrappers notice nothing.
-Therefore a framework class answers few questions: which tensors a walk of the module does not find, and what must be undone before a
-move. Class attributes and class methods describe the framework's classes, wherever they occur. An instance describes one module tree.
+placement moves the memory behind a module's tensors; tensor objects, addresses and aliases stay, so
+that wrappers notice nothing. Therefore a framework class answers few questions: which tensors a
+walk of the module does not find, and what must be undone before a move. Class attributes and class
+methods describe the framework's classes, wherever they occur. An instance describes one module
+tree.
 
-Name the framework's classes with `Named`, and do not import them: `Named` finds a class only if its package is imported already.
+Name the framework's classes with `Named`, and do not import them: `Named` finds a class only if its
+package is imported already.
 """
 
 from __future__ import annotations
@@ -40,12 +45,14 @@ class Named(NamedTuple):
     name: str
 
     def is_of(self, obj: object) -> bool:
-        """Whether an object is an instance of the class. False while the framework is not imported."""
+        """Whether an object is an instance of the class. False while the framework is not
+        imported."""
         return is_a(obj, self.module, self.name)
 
 
 class Wrapper(NamedTuple):
-    """A module class that only wraps another module, and so adds a level to its parameters' names."""
+    """A module class that only wraps another module, and so adds a level to its parameters'
+    names."""
 
     cls: Named
     inner: str  # the attribute name of the wrapped submodule
@@ -64,34 +71,42 @@ class Advised(NamedTuple):
 
 
 class OwnState(abc.ABC):
-    """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for moves and for checkpoints."""
+    """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for
+    moves and for checkpoints."""
 
     @abc.abstractmethod
     def tensors(self, path: str) -> Iterator[Owned]:
-        """The tensors that the optimizer holds outside its `state`, under names that begin with `path`."""
+        """The tensors that the optimizer holds outside its `state`, under names that begin with
+        `path`."""
 
     @abc.abstractmethod
     def exported(self) -> Mapping[Any, Mapping[str, Any]]:
-        """The state by parameter, in the same order on every rank. Its tensors are the optimizer's own, not copies."""
+        """The state by parameter, in the same order on every rank. Its tensors are the optimizer's
+        own, not copies."""
 
     @abc.abstractmethod
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a parameter group to save in a checkpoint."""
 
     @abc.abstractmethod
-    def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
+    def problems(
+        self, given: Mapping[Any, Mapping[str, Any]]
+    ) -> Iterator[tuple[torch.Tensor, str]]:
         """Each parameter whose given state does not fit, with the reason."""
 
     @abc.abstractmethod
-    def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    def restore(
+        self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Load state in the form of `exported`, and the settings of each parameter group."""
 
 
 class Framework:
-    """One framework. An instance describes the framework's part in one module tree, which it refers to only weakly.
+    """One framework. An instance describes the framework's part in one module tree, which it refers
+    to only weakly.
 
-    Every method must look at the module again, because a wrapper may change its tensors between two calls. After the module was
-    garbage-collected, every method gives an empty answer.
+    Every method must look at the module again, because a wrapper may change its tensors between two
+    calls. After the module was garbage-collected, every method gives an empty answer.
     """
 
     # --- about the framework's classes, wherever they occur
@@ -105,31 +120,38 @@ class Framework:
     refused_modules: ClassVar[Sequence[Advised]] = ()
     """Modules that cannot be registered, with advice what to do instead."""
     external_optimizers: ClassVar[Sequence[Advised]] = ()
-    """Optimizers whose state the framework itself moves, with the reason to show. They are tracked and never moved."""
+    """Optimizers whose state the framework itself moves, with the reason to show. They are tracked
+    and never moved."""
     with_own_export: ClassVar[Sequence[Named]] = ()
-    """Modules that are sharded in a way that torch cannot gather. Only the framework's own export can publish them."""
+    """Modules that are sharded in a way that torch cannot gather. Only the framework's own export
+    can publish them."""
     carriers: ClassVar[Sequence[Named]] = ()
     """Tensor subclasses that keep their bytes in the tensor's own storage, like a plain tensor."""
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        """The reason why a module of a tree cannot be moved, as two texts: what was found, and what to do. None if it can be moved."""
+        """The reason why a module of a tree cannot be moved, as two texts: what was found, and what
+        to do. None if it can be moved."""
         return None
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
-        """The reason why an optimizer's state cannot be moved, as two texts: the end of a phrase that begins with its class name, and
-        what to do. None if it can be moved."""
+        """The reason why an optimizer's state cannot be moved, as two texts: the end of a phrase
+        that begins with its class name, and what to do. None if it can be moved."""
         return None
 
     @classmethod
-    def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
-        """The reason why the framework itself moves the state of any optimizer of these parameters; None if it does not."""
+    def places_state_of(
+        cls, parameters: Sequence[torch.Tensor], compute_device: torch.device
+    ) -> str | None:
+        """The reason why the framework itself moves the state of any optimizer of these parameters;
+        None if it does not."""
         return None
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
-        """Whether an object is a wrapper for optimizers, even if it holds none now (on a rank with nothing to step)."""
+        """Whether an object is a wrapper for optimizers, even if it holds none now (on a rank with
+        nothing to step)."""
         return False
 
     @classmethod
@@ -142,7 +164,8 @@ class Framework:
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
-        """The model's parameter for each main parameter (a shard or copy that an optimizer steps instead), by identity of the latter.
+        """The model's parameter for each main parameter (a shard or copy that an optimizer steps
+        instead), by identity of the latter.
 
         Args:
             objects: the registered optimizer and every object found in it.
@@ -161,129 +184,157 @@ class Framework:
 
     @classmethod
     def optimizer_tables(cls, optimizer: object) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of tables that an optimizer shares among the state of its parameters and keeps outside `optimizer.state`."""
+        """Name and tensor of tables that an optimizer shares among the state of its parameters and
+        keeps outside `optimizer.state`."""
         return iter(())
 
     @classmethod
     def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of small values that these optimizers always keep on the device (loss scales, overflow flags)."""
+        """Name and tensor of small values that these optimizers always keep on the device (loss
+        scales, overflow flags)."""
         return iter(())
 
     @classmethod
     def optimizer_away(cls, optimizer: object) -> str | None:
-        """The reason why an optimizer cannot step now, because the framework itself offloaded its state, and what to do. None if it can."""
+        """The reason why an optimizer cannot step now, because the framework itself offloaded its
+        state, and what to do. None if it can."""
         return None
 
     @classmethod
     def reading_methods(cls, obj: object) -> Sequence[str]:
-        """Names of methods of a module or optimizer that read or write its tensors without calling any hook of torch."""
+        """Names of methods of a module or optimizer that read or write its tensors without calling
+        any hook of torch."""
         return ()
 
     # --- about one module tree
 
     def __init__(self, root: torch.nn.Module) -> None:
-        self.root: Callable[[], torch.nn.Module | None] = weakref.ref(root)  # returns the root of the module tree; None once it is gone
+        # returns the root of the module tree; None once it is gone
+        self.root: Callable[[], torch.nn.Module | None] = weakref.ref(root)
 
     def parts(self, *classes: Named) -> Iterator[tuple[str, Any]]:
-        """Path prefix ("" or "layer.") and module, for each part of the module tree that is of one of these classes."""
+        """Path prefix ("" or "layer.") and module, for each part of the module tree that is of one
+        of these classes."""
         loaded = tuple(cls for named in classes if (cls := loaded_class(*named)) is not None)
         if loaded and (root := self.root()) is not None:
-            yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, loaded))
+            yield from (
+                (f"{path}." if path else "", part)
+                for path, part in root.named_modules()
+                if isinstance(part, loaded)
+            )
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
         """An instance for a module tree; None if the framework has no part in it.
 
-        By default, it has one if there is a module of `recognised_by`. Recognise it by instances of its classes (without importing them),
-        never by the spelling of names.
+        By default, it has one if there is a module of `recognised_by`. Recognise it by instances of
+        its classes (without importing them), never by the spelling of names.
         """
         return cls(root) if any(Framework(root).parts(*cls.recognised_by)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        """The reason why the module cannot be moved as the framework configured it, and what to do; None if it can."""
+        """The reason why the module cannot be moved as the framework configured it, and what to do;
+        None if it can."""
         return None
 
     @property
     def external(self) -> str | None:
-        """The reason why the framework itself moves the module's bytes, and the state of the optimizers that step it, so that placement
-        must not; None if it does not."""
+        """The reason why the framework itself moves the module's bytes, and the state of the
+        optimizers that step it, so that placement must not; None if it does not."""
         return None
 
     def ready(self) -> None:
         """Free what was gathered for computing (reshard), so that the module can be offloaded.
 
-        Called before tensors are listed for an offload, with the device synchronised, outside inference mode and under `no_grad`. Must
-        be idempotent, and must not call a collective.
+        Called before tensors are listed for an offload, with the device synchronised, outside
+        inference mode and under `no_grad`. Must be idempotent, and must not call a collective.
         """
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
-        """The module's permanent tensor for each tensor that it shows only for now (an unsharded parameter), by identity of the latter."""
+        """The module's permanent tensor for each tensor that it shows only for now (an unsharded
+        parameter), by identity of the latter."""
         return {}
 
     def tensors(self) -> Iterator[Owned]:
-        """Own tensors of the module that a walk of its parameters, buffers and attributes does not find."""
+        """Own tensors of the module that a walk of its parameters, buffers and attributes does not
+        find."""
         return iter(())
 
     def replaced(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of tensors that the framework still computes with although the module has other tensors in their place.
+        """Name and bytes of tensors that the framework still computes with although the module has
+        other tensors in their place.
 
-        This happens if a parameter is replaced without telling the framework. `ready()` repairs this where possible.
+        This happens if a parameter is replaced without telling the framework. `ready()` repairs
+        this where possible.
         """
         return iter(())
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors among `tensors()` that are gradients not reduced yet, and so not in the `.grad` of a parameter."""
+        """The tensors among `tensors()` that are gradients not reduced yet, and so not in the
+        `.grad` of a parameter."""
         return iter(())
 
     def drop_unreduced(self) -> None:
         """Drop the gradients of `unreduced_gradients()`."""
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        """Permanent tensors that contain only gradients (transient in `tensors()`). To drop the gradients, they are set to zero."""
+        """Permanent tensors that contain only gradients (transient in `tensors()`). To drop the
+        gradients, they are set to zero."""
         return iter(())
 
     @property
     def gathers(self) -> str | None:
-        """The reason why the module's `state_dict()` gathers values on the device, so that it cannot read the host copy; None if not."""
+        """The reason why the module's `state_dict()` gathers values on the device, so that it
+        cannot read the host copy; None if not."""
         return None
 
     def caches(self) -> Iterator[torch.Tensor]:
-        """Tensors that the framework rebuilds when it needs them (workspaces). A walk that finds them must not move them."""
+        """Tensors that the framework rebuilds when it needs them (workspaces). A walk that finds
+        them must not move them."""
         return iter(())
 
     def before_step(self) -> None:
-        """Called before an optimizer steps the module's parameters. All gradients exist then; at the next phase transition they may not."""
+        """Called before an optimizer steps the module's parameters. All gradients exist then; at
+        the next phase transition they may not."""
 
     def away(self) -> str | None:
-        """The reason why the module cannot be called now, because the framework itself offloaded it, and what to do. None if it can."""
+        """The reason why the module cannot be called now, because the framework itself offloaded
+        it, and what to do. None if it can."""
         return None
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of device memory that the framework keeps for the module and that cannot be moved (a reducer's buckets)."""
+        """Name and bytes of device memory that the framework keeps for the module and that cannot
+        be moved (a reducer's buckets)."""
         return iter(())
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
-        """Weights that a module does not show as parameters, by identity of the module and name there. None: a parameter is no weight."""
+        """Weights that a module does not show as parameters, by identity of the module and name
+        there. None: a parameter is no weight."""
         return {}
 
     def follow_parameters(self) -> None:
-        """Called after the module's tensors got back their addresses, dtypes and shapes. Update the framework's own references to them."""
+        """Called after the module's tensors got back their addresses, dtypes and shapes. Update the
+        framework's own references to them."""
 
     @property
     def lost_by_conversion(self) -> str | None:
-        """A text on what is lost for good once parameters were converted to another dtype or device, and what to do; None if nothing."""
+        """A text on what is lost for good once parameters were converted to another dtype or
+        device, and what to do; None if nothing."""
         return None
 
     def drop_caches(self) -> None:
-        """Drop tensors that the framework rebuilds when it needs them (workspaces). Called after the module was offloaded."""
+        """Drop tensors that the framework rebuilds when it needs them (workspaces). Called after
+        the module was offloaded."""
 
 
-# --- the frameworks that are known: those of placement itself, of entry points, and those that a program has added
+# --- the frameworks that are known: those of placement itself, of entry points, and those that a
+# program has added
 
 GROUP = "placement.frameworks"  # the group of entry points. Each names a subclass of `Framework`.
 
 SHIPPED: list[type[Framework]] = []
-"""The frameworks of placement itself, which the `__init__` of this folder lists: their files import this one."""
+"""The frameworks of placement itself, which the `__init__` of this folder lists: their files import
+this one."""
 _added: list[type[Framework]] = []
 
 
@@ -295,7 +346,9 @@ def add(framework: type[Framework]) -> None:
     """
     given: object = framework
     if not isinstance(given, type) or not issubclass(given, Framework):
-        raise TypeError(f"a framework is a subclass of placement.frameworks.base.Framework, not {framework!r}")
+        raise TypeError(
+            f"a framework is a subclass of placement.frameworks.base.Framework, not {framework!r}"
+        )
     if framework not in _added:
         _added.append(framework)
         _forget()
@@ -318,26 +371,33 @@ def frameworks() -> tuple[type[Framework], ...]:
     """All known frameworks. If several answer a question that takes one answer, the first is used.
 
     Raises:
-        RegistrationError: an entry point cannot be imported, or does not name a subclass of `Framework`.
+        RegistrationError: an entry point cannot be imported, or does not name a subclass of
+        `Framework`.
     """
     found = [*SHIPPED, *_added]
     for point in entry_points(group=GROUP):
         try:
             framework = point.load()
             if not issubclass(framework, Framework):
-                raise TypeError(f"{framework!r} is no subclass of placement.frameworks.base.Framework")
+                raise TypeError(
+                    f"{framework!r} is no subclass of placement.frameworks.base.Framework"
+                )
         except Exception as error:
-            raise RegistrationError(f"entry point {point.name!r} of the group {GROUP!r} ({point.value}) cannot be used: {error}") from error
+            raise RegistrationError(
+                f"entry point {point.name!r} of the group {GROUP!r} ({point.value}) cannot be "
+                f"used: {error}"
+            ) from error
         found.append(framework)
     plain.set_carriers((named.module, named.name) for each in found for named in each.carriers)
     return tuple(dict.fromkeys(found))
 
 
 def answering(*questions: str) -> list[type[Framework]]:
-    """The frameworks in use that override any of these questions (names of class attributes and class methods of `Framework`).
+    """The frameworks in use that override any of these questions (names of class attributes and
+    class methods of `Framework`).
 
-    The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
-    frameworks answer few of them.
+    The others are not asked, which saves time: most questions are asked for every object at every
+    phase transition, and most frameworks answer few of them.
     """
     found = []
     for each in _overriding(*questions):
@@ -349,7 +409,11 @@ def answering(*questions: str) -> list[type[Framework]]:
 @functools.cache
 def _overriding(*questions: str) -> tuple[type[Framework], ...]:
     defaults = [getattr_static(Framework, name) for name in questions]
-    return tuple(each for each in frameworks() if [getattr_static(each, name) for name in questions] != defaults)
+    return tuple(
+        each
+        for each in frameworks()
+        if [getattr_static(each, name) for name in questions] != defaults
+    )
 
 
 def asked(question: str, *about: Any) -> list[Any]:
@@ -359,13 +423,20 @@ def asked(question: str, *about: Any) -> list[Any]:
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """An instance for each framework that has a part in a module tree."""
-    return [found for each in answering("find", "recognised_by") if (found := each.find(root)) is not None]
+    return [
+        found
+        for each in answering("find", "recognised_by")
+        if (found := each.find(root)) is not None
+    ]
 
 
 def wrappers() -> list[tuple[type, str]]:
-    """The wrapper classes that are imported, and the attribute name of the wrapped submodule in each."""
+    """The wrapper classes that are imported, and the attribute name of the wrapped submodule in
+    each."""
     known = (wrapper for each in frameworks() for wrapper in each.wrappers)
-    return [(cls, wrapper.inner) for wrapper in known if (cls := loaded_class(*wrapper.cls)) is not None]
+    return [
+        (cls, wrapper.inner) for wrapper in known if (cls := loaded_class(*wrapper.cls)) is not None
+    ]
 
 
 def own_state(optimizer: object) -> OwnState | None:
@@ -373,4 +444,6 @@ def own_state(optimizer: object) -> OwnState | None:
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
-    return {key: stepped for found in asked("stepped_for", objects) for key, stepped in found.items()}
+    return {
+        key: stepped for found in asked("stepped_for", objects) for key, stepped in found.items()
+    }

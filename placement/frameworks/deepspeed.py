@@ -1,4 +1,5 @@
-"""DeepSpeed's engines and ZeRO optimizers. DeepSpeed itself moves their bytes; placement tracks and guards them."""
+"""DeepSpeed's engines and ZeRO optimizers. DeepSpeed itself moves their bytes; placement tracks and
+guards them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,23 @@ from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned, loaded_class, nested_tensors
 
 _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
-"""Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step flattened copies of these."""
-_FLAT = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat", "averaged_gradients")
+"""Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step
+flattened copies of these."""
+_FLAT = (
+    "bit16_groups_flat",
+    "fp16_groups_flat",
+    "bf16_groups_flat",
+    "fp16_partitioned_groups_flat",
+    "averaged_gradients",
+)
 _ZERO = Named("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
-"""The base class of DeepSpeed's own optimizers, which flatten the parameters that they step (ZeRO 1 to 3, bf16, fp16)."""
+"""The base class of DeepSpeed's own optimizers, which flatten the parameters that they step (ZeRO 1
+to 3, bf16, fp16)."""
 
 
 class PartitionedWeight(Weight):
-    """A weight under ZeRO 3. Each rank has a part; DeepSpeed gathers it for `whole`, and frees the gathered value afterwards."""
+    """A weight under ZeRO 3. Each rank has a part; DeepSpeed gathers it for `whole`, and frees the
+    gathered value afterwards."""
 
     is_collective = True
 
@@ -37,15 +47,25 @@ class PartitionedWeight(Weight):
 
 
 class DeepSpeed(Framework):
-    """An engine whose optimizer is DeepSpeed's own. An engine without one (ZeRO stage 0 in float32) is treated as a plain module."""
+    """An engine whose optimizer is DeepSpeed's own. An engine without one (ZeRO stage 0 in float32)
+    is treated as a plain module."""
 
     packages = ("deepspeed",)
     external = "DeepSpeed moves its states itself (engine.offload_states, engine.reload_states)"
     wrappers = (Wrapper(Named("deepspeed.runtime.engine", "DeepSpeedEngine"), "module"),)
     external_optimizers = (
-        Advised(Named("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), "DeepSpeed's CPU Adam keeps its state on the CPU"),
-        Advised(Named("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad"), "DeepSpeed's CPU Adagrad keeps its state on the CPU"),
-        Advised(Named("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion"), "DeepSpeed's CPU Lion keeps its state on the CPU"),
+        Advised(
+            Named("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
+            "DeepSpeed's CPU Adam keeps its state on the CPU",
+        ),
+        Advised(
+            Named("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad"),
+            "DeepSpeed's CPU Adagrad keeps its state on the CPU",
+        ),
+        Advised(
+            Named("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion"),
+            "DeepSpeed's CPU Lion keeps its state on the CPU",
+        ),
         Advised(_ZERO, "DeepSpeed moves its state itself (offload_states, reload_states)"),
     )
 
@@ -55,7 +75,9 @@ class DeepSpeed(Framework):
         for obj in objects:
             if _ZERO.is_of(obj):
                 for name in _GROUPS:
-                    found |= {id(each): each for _, each in nested_tensors(vars(obj).get(name), name)}
+                    found |= {
+                        id(each): each for _, each in nested_tensors(vars(obj).get(name), name)
+                    }
         return list(found.values())
 
     @classmethod
@@ -69,8 +91,17 @@ class DeepSpeed(Framework):
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
         known = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
-        engine: Any = None if known is None else next((part for part in root.modules() if isinstance(part, known)), None)
-        return cls(engine) if engine is not None and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
+        engine: Any = (
+            None
+            if known is None
+            else next((part for part in root.modules() if isinstance(part, known)), None)
+        )
+        return (
+            cls(engine)
+            if engine is not None
+            and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0)
+            else None
+        )
 
     def away(self) -> str | None:
         engine = self._engine()
@@ -84,27 +115,38 @@ class DeepSpeed(Framework):
         for part in () if engine is None else engine.module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and hasattr(parameter, "ds_tensor"):
-                    found.setdefault(id(part), {})[name] = one.setdefault(id(parameter), PartitionedWeight(parameter))
+                    found.setdefault(id(part), {})[name] = one.setdefault(
+                        id(parameter), PartitionedWeight(parameter)
+                    )
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        """The flat buffers behind the parameters, and under ZeRO 3 this rank's parts of parameters. Several may share one storage."""
+        """The flat buffers behind the parameters, and under ZeRO 3 this rank's parts of parameters.
+        Several may share one storage."""
         engine = self._engine()
         if engine is None:
             return
         fields = vars(engine.optimizer)
-        flat = itertools.chain.from_iterable(nested_tensors(fields.get(name), f"optimizer.{name}") for name in _FLAT)
-        parts = ((f"{name}.ds_tensor", vars(each).get("ds_tensor")) for name, each in engine.module.named_parameters())
+        flat = itertools.chain.from_iterable(
+            nested_tensors(fields.get(name), f"optimizer.{name}") for name in _FLAT
+        )
+        parts = (
+            (f"{name}.ds_tensor", vars(each).get("ds_tensor"))
+            for name, each in engine.module.named_parameters()
+        )
         for name, tensor in itertools.chain(flat, parts):
             if isinstance(tensor, torch.Tensor):
                 yield Owned(name, tensor)
 
 
 def _offloaded(optimizer: object) -> frozenset[str]:
-    """The kinds of state that DeepSpeed has offloaded for an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
+    """The kinds of state that DeepSpeed has offloaded for an optimizer and its model ("lp_params",
+    "hp_params", "optim_states", ...)."""
     if not _ZERO.is_of(optimizer):
         return frozenset()
-    return frozenset(str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ()))
+    return frozenset(
+        str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ())
+    )
 
 
 def _advice(names: Iterable[str]) -> str:

@@ -1,10 +1,13 @@
-"""torch's FSDP1: flat parameters, each rank's shard of them, and the memory gathered from all ranks for computing.
+"""torch's FSDP1: flat parameters, each rank's shard of them, and the memory gathered from all ranks
+for computing.
 
-The module shows a flat parameter, or views of it under the original names. Both are in the memory of the local shard, which moves.
-Gathered memory is freed before a move: the root keeps its own after a forward pass, and under SHARD_GRAD_OP every unit does.
+The module shows a flat parameter, or views of it under the original names. Both are in the memory
+of the local shard, which moves. Gathered memory is freed before a move: the root keeps its own
+after a forward pass, and under SHARD_GRAD_OP every unit does.
 
-Published weights are gathered piece by piece, without FSDP1's unshard. Each rank's shard is one span of the flat parameter, so every rank
-knows which rank has which piece of a weight. These ranks broadcast their pieces, from the device or from the host copy.
+Published weights are gathered piece by piece, without FSDP1's unshard. Each rank's shard is one
+span of the flat parameter, so every rank knows which rank has which piece of a weight. These ranks
+broadcast their pieces, from the device or from the host copy.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 class FSDP1(Framework):
-    """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
+    """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of
+    its own has no FSDP1 handle."""
 
     packages = ("torch.distributed.fsdp",)
     recognised_by = (_UNIT,)
@@ -37,29 +41,44 @@ class FSDP1(Framework):
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)
-        # Found once, because walking a large model takes as long as all other work here. Wrapping comes before registering.
+        # Found once, because walking a large model takes as long as all other work here. Wrapping
+        # comes before registering.
         self._units = [(path, weakref.ref(part)) for path, part in self.parts(_UNIT)]
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):
             return (
-                "some of its FSDP1 units are under CPUOffload(offload_params=True) and some are not, so neither torch nor placement moves "
-                "all of it; wrap all units alike, or register it with external=True to have it tracked and never moved"
+                "some of its FSDP1 units are under CPUOffload(offload_params=True) and some are "
+                "not, so neither torch nor placement moves all of it; wrap all units alike, or "
+                "register it with external=True to have it tracked and never moved"
             )
         summoned = self._summoned()
-        return f"the full parameters of {summoned} are summoned; register it outside FSDP.summon_full_params" if summoned else None
+        return (
+            (
+                f"the full parameters of {summoned} are summoned; register it outside "
+                "FSDP.summon_full_params"
+            )
+            if summoned
+            else None
+        )
 
     @property
     def external(self) -> str | None:
         offloaded = [handle._offload_params for _, handle in self._handles()]
-        return "FSDP1's CPUOffload keeps its parameters on the CPU" if offloaded and all(offloaded) else None
+        return (
+            ("FSDP1's CPUOffload keeps its parameters on the CPU")
+            if offloaded and all(offloaded)
+            else None
+        )
 
     def ready(self) -> None:
-        """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to them would be lost."""
+        """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to
+        them would be lost."""
         if summoned := self._summoned():
             raise PhaseError(
-                f"the full parameters of {summoned} are summoned, and values written to them are not in the shards yet: leave "
-                "FSDP.summon_full_params before the phase ends, and enter it inside one phase"
+                f"the full parameters of {summoned} are summoned, and values written to them are "
+                "not in the shards yet: leave FSDP.summon_full_params before the phase ends, and "
+                "enter it inside one phase"
             )
         wrappers = [part for _, alive in self._units if (part := alive()) is not None]
         is_broken = any(part.training_state.name != "IDLE" for part in wrappers)
@@ -71,28 +90,39 @@ class FSDP1(Framework):
             part._exec_order_data.next_iter()
         for _, handle in self._handles():
             flat = handle.flat_param
-            if handle._use_orig_params and all(parameter.grad is None for parameter in flat._params):
-                flat.grad = None  # as the next forward pass would do, because zero_grad() reaches only the views
+            if handle._use_orig_params and all(
+                parameter.grad is None for parameter in flat._params
+            ):
+                # as the next forward pass would do, because zero_grad() reaches only the views
+                flat.grad = None
             if _is_gathered(handle):
                 handle.reshard(handle.uses_sharded_strategy)
                 handle.post_reshard()
                 handle._prefetched = False
 
     def follow_parameters(self) -> None:
-        """Give empty parameters the flat parameter's dtype. FSDP1 shows parameters that are on other ranks as empty tensors."""
+        """Give empty parameters the flat parameter's dtype. FSDP1 shows parameters that are on
+        other ranks as empty tensors."""
         for _, handle in self._handles():
             flat = handle.flat_param
-            for parameter in (*flat._params, *flat._shared_params) if handle._use_orig_params else ():
+            for parameter in (
+                (*flat._params, *flat._shared_params) if handle._use_orig_params else ()
+            ):
                 if parameter.numel() == 0 and parameter.dtype is not flat.dtype:
                     parameter.data = torch.empty(0, dtype=flat.dtype, device=flat.device)
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
-        """The original parameter for each view of gathered memory; without original parameters, the flat parameter for every view."""
+        """The original parameter for each view of gathered memory; without original parameters, the
+        flat parameter for every view."""
         found: dict[int, torch.Tensor] = {}
         for _, handle in self._handles():
             flat = handle.flat_param
             infos = [*flat._param_infos, *flat._shared_param_infos]
-            own = [*flat._params, *flat._shared_params] if handle._use_orig_params else [flat] * len(infos)
+            own = (
+                [*flat._params, *flat._shared_params]
+                if handle._use_orig_params
+                else [flat] * len(infos)
+            )
             gathered = {storage._cdata for storage in _gathered(flat)}
             for (name, module, *_), parameter in zip(infos, own, strict=True):
                 shown = module._parameters.get(name, module.__dict__.get(name))
@@ -102,19 +132,27 @@ class FSDP1(Framework):
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        """Flat parameters, which the module may hide, the tensors in their fields, and the views of the last forward pass."""
+        """Flat parameters, which the module may hide, the tensors in their fields, and the views of
+        the last forward pass."""
         for path, handle in self._handles():
             flat = handle.flat_param
             yield Owned(f"{path}_flat_param", flat)
-            for field, transient in (("_local_shard", False), ("_saved_grad_shard", True), ("_cpu_grad", True)):
+            for field, transient in (
+                ("_local_shard", False),
+                ("_saved_grad_shard", True),
+                ("_cpu_grad", True),
+            ):
                 if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
                     yield Owned(f"{path}_flat_param.{field}", tensor, transient)
             for index, parameter in enumerate(flat._params or ()):
-                # Under no_sync() FSDP1 sets the `.data` of a view of the last gradient to another one; the view still keeps its base alive.
+                # Under no_sync() FSDP1 sets the `.data` of a view of the last gradient to another
+                # one; the view still keeps its base alive.
                 if parameter.grad is not None and (base := parameter.grad._base) is not None:
                     yield Owned(f"{path}_flat_param._params.{index}.grad._base", base, True)
             for index, view in enumerate(getattr(flat, "_tensors", None) or ()):
-                if view is not None:  # `.data`, because autograd refuses any use of such views after a step has written to their base
+                # `.data`, because autograd refuses any use of such views after a step has written
+                # to their base
+                if view is not None:
                     yield Owned(f"{path}_flat_param._tensors.{index}", view.data)
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
@@ -129,15 +167,22 @@ class FSDP1(Framework):
             spans = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
             starts = [start for (start, _), is_padding in spans if not is_padding]
             for index, info in enumerate(flat._param_infos):
-                found.setdefault(id(info.module), {})[info.param_name] = FlatWeight(handle, index, starts[index])
+                found.setdefault(id(info.module), {})[info.param_name] = FlatWeight(
+                    handle, index, starts[index]
+                )
             for shared in flat._shared_param_infos:
-                found.setdefault(id(shared.module), {})[shared.param_name] = found[id(shared.prim_module)][shared.prim_param_name]
+                found.setdefault(id(shared.module), {})[shared.param_name] = found[
+                    id(shared.prim_module)
+                ][shared.prim_param_name]
         return found
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without synchronisation (`no_sync()`)."""
+        """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without
+        synchronisation (`no_sync()`)."""
         for _, handle in self._handles():
-            if isinstance(saved := getattr(handle.flat_param, "_saved_grad_shard", None), torch.Tensor):
+            if isinstance(
+                saved := getattr(handle.flat_param, "_saved_grad_shard", None), torch.Tensor
+            ):
                 yield saved
 
     def drop_unreduced(self) -> None:
@@ -153,22 +198,31 @@ class FSDP1(Framework):
 
     def _summoned(self) -> str:
         return ", ".join(
-            path.rstrip(".") or "the root" for path, handle in self._handles() if handle._training_state.name == "SUMMON_FULL_PARAMS"
+            path.rstrip(".") or "the root"
+            for path, handle in self._handles()
+            if handle._training_state.name == "SUMMON_FULL_PARAMS"
         )
 
 
 def _end_iteration(handle: Any) -> None:
-    """End a forward or backward pass that an exception interrupted: else torch would compute with memory that is no longer gathered.
-    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them."""
+    """End a forward or backward pass that an exception interrupted: else torch would compute with
+    memory that is no longer gathered. Gradients that were not reduced yet are dropped: they are
+    incomplete, and `zero_grad()` does not reach them."""
     flat, states = handle.flat_param, type(handle._training_state)
-    if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size():
+    if (
+        handle.uses_sharded_strategy
+        and flat.grad is not None
+        and flat.grad.size() != flat._local_shard.size()
+    ):
         flat.grad = None
     saved = flat.__dict__.pop("_saved_grad_shard", None)
     hooked = flat.__dict__.pop("_post_backward_hook_state", None)
     if hooked is not None:
         hooked[-1].remove()
     handle._training_state = states.IDLE
-    handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = flat._post_backward_called = False
+    handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = (
+        flat._post_backward_called
+    ) = False
     handle._post_forward_index = None
     if _is_gathered(handle):
         handle.reshard(handle.uses_sharded_strategy)
@@ -185,7 +239,11 @@ def _is_gathered(handle: Any) -> bool:
     shard = getattr(flat, "_local_shard", None)
     if shard is None:
         return False  # nothing is gathered before the first forward pass
-    return handle._skipped_use_sharded_views or flat.data_ptr() != shard.data_ptr() or any(storage.nbytes() for storage in _gathered(flat))
+    return (
+        handle._skipped_use_sharded_views
+        or flat.data_ptr() != shard.data_ptr()
+        or any(storage.nbytes() for storage in _gathered(flat))
+    )
 
 
 def _gathered(flat: Any) -> Iterator[torch.UntypedStorage]:
@@ -211,11 +269,19 @@ class FlatWeight(Weight):
 
     @property
     def problem(self) -> str | None:
-        return "is a DTensor inside an FSDP1 flat parameter; use fully_shard (FSDP2) with tensor parallelism" if self._is_extended else None
+        return (
+            (
+                "is a DTensor inside an FSDP1 flat parameter; use fully_shard (FSDP2) with tensor "
+                "parallelism"
+            )
+            if self._is_extended
+            else None
+        )
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         flat, handle = self._handle.flat_param, self._handle
-        # `_local_shard` is created by the first forward pass. Before that, the parameter itself is the shard.
+        # `_local_shard` is created by the first forward pass. Before that, the parameter itself is
+        # the shard.
         shard = getattr(flat, "_local_shard", flat).detach()
         full = torch.empty(self.shape.numel(), dtype=dtype, device=reader.device)
         under_way = []
@@ -227,15 +293,31 @@ class FlatWeight(Weight):
             if rank == handle.rank:
                 reader.fill(piece, shard[first - begin : last - begin])
             if self.is_collective:  # as bytes, because a backend may not support the dtype
-                under_way.append(dist.broadcast(piece.view(torch.uint8), group=handle.process_group, group_src=rank, async_op=True))
+                under_way.append(
+                    dist.broadcast(
+                        piece.view(torch.uint8),
+                        group=handle.process_group,
+                        group_src=rank,
+                        async_op=True,
+                    )
+                )
         for work in under_way:
             work.wait()
-        return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
+        return (
+            full.view(self.shape)
+            if self._stride is None
+            else full.as_strided(self.shape, self._stride)
+        )
 
     def _span(self, rank: int, shard: torch.Tensor) -> tuple[int, int, int]:
-        """In elements of the flat parameter: where a rank's shard begins, and the span of this weight that it has."""
+        """In elements of the flat parameter: where a rank's shard begins, and the span of this
+        weight that it has."""
         begin = rank * shard.numel() if self._handle.uses_sharded_strategy else 0
-        return begin, max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+        return (
+            begin,
+            max(self._start, begin),
+            min(self._start + self.shape.numel(), begin + shard.numel()),
+        )
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if self.problem is not None:
@@ -251,4 +333,6 @@ class FlatWeight(Weight):
             if self._stride is not None:  # the elements in the order in which they are in memory
                 laid_out = torch.empty_like(laid_out)
                 laid_out.as_strided(value.shape, self._stride).copy_(value)
-            shard[first - begin : last - begin].copy_(laid_out[first - self._start : last - self._start])
+            shard[first - begin : last - begin].copy_(
+                laid_out[first - self._start : last - self._start]
+            )

@@ -1,8 +1,10 @@
-"""FSDP2: modules that `torch.distributed.fsdp.fully_shard` was applied to; VeOmni's split by experts around it.
+"""FSDP2: modules that `torch.distributed.fsdp.fully_shard` was applied to; VeOmni's split by
+experts around it.
 
-A sharded parameter is a DTensor whose local tensor is a view of a padded storage. FSDP2's parameter group has a flat view of the same
-storage, and gathers from it. So placement moves the storage, and does not replace any tensor: after a new local tensor without
-`reset_sharded_param()` the group would go on gathering the old values, and `parameter.data =` has no effect at all.
+A sharded parameter is a DTensor whose local tensor is a view of a padded storage. FSDP2's parameter
+group has a flat view of the same storage, and gathers from it. So placement moves the storage, and
+does not replace any tensor: after a new local tensor without `reset_sharded_param()` the group
+would go on gathering the old values, and `parameter.data =` has no effect at all.
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ _SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 
 
 class FSDP2(Framework):
-    """All parts of a module tree that `fully_shard` was applied to. `ready` reshards each of them: a reshard is not recursive, and torch
-    leaves the root unsharded after a forward pass, so that `parameters()` shows tensors that disappear at the next reshard."""
+    """All parts of a module tree that `fully_shard` was applied to. `ready` reshards each of them:
+    a reshard is not recursive, and torch leaves the root unsharded after a forward pass, so that
+    `parameters()` shows tensors that disappear at the next reshard."""
 
     packages = ("torch.distributed.fsdp",)
     recognised_by = (_SHARDED,)
 
     @classmethod
-    def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
+    def places_state_of(
+        cls, parameters: Sequence[torch.Tensor], compute_device: torch.device
+    ) -> str | None:
         local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
-        if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):
+        if (
+            compute_device.type != "cpu"
+            and local
+            and all(part is not None and part.device.type == "cpu" for part in local)
+        ):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
         return None
 
@@ -41,19 +50,26 @@ class FSDP2(Framework):
             return None
         first, other = offloaded[0] or "the root", others[0] or "the root"
         return (
-            f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {first}) and others not ({other}), so "
-            "neither FSDP2 nor placement moves all of it. What to do: fully_shard every part with the same offload_policy"
+            f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {first}) and others "
+            f"not ({other}), so neither FSDP2 nor placement moves all of it. What to do: "
+            "fully_shard every part with the same offload_policy"
         )
 
     @property
     def external(self) -> str | None:
         policies = [_is_on_cpu(group) for _, group in self._groups()]
-        return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU" if policies and all(policies) else None
+        return (
+            ("FSDP2's CPUOffloadPolicy keeps its parameters on the CPU")
+            if policies and all(policies)
+            else None
+        )
 
     def ready(self) -> None:
         states = [state for _, state in self._sharded()]
         if any(state._state_ctx.post_backward_final_callback_queued for state in states):
-            self.drop_unreduced()  # a backward pass was interrupted: its gradients are incomplete, and `zero_grad()` does not reach them
+            # a backward pass was interrupted: its gradients are incomplete, and `zero_grad()` does
+            # not reach them
+            self.drop_unreduced()
         for state in states:
             _end_iteration(state)
             for group in _groups_of(state):
@@ -71,14 +87,23 @@ class FSDP2(Framework):
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
         params = [each for _, group in self._groups() for each in group.fsdp_params]
         names = ("_unsharded_param", "_sharded_post_forward_param")
-        return {id(shown): each.sharded_param for each in params for name in names if (shown := getattr(each, name, None)) is not None}
+        return {
+            id(shown): each.sharded_param
+            for each in params
+            for name in names
+            if (shown := getattr(each, name, None)) is not None
+        }
 
     def tensors(self) -> Iterator[Owned]:
-        """The padded storages, and gradients that are not reduced yet: backward passes accumulate them while communication is off."""
+        """The padded storages, and gradients that are not reduced yet: backward passes accumulate
+        them while communication is off."""
         for label, each in self._parameters():
             yield Owned(f"{label}.padded", each._sharded_param_data)
             unsharded = getattr(each, "_unsharded_param", None)
-            for gradient in (each.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+            for gradient in (
+                each.unsharded_accumulated_grad,
+                None if unsharded is None else unsharded.grad,
+            ):
                 if gradient is not None:
                     yield Owned(f"{label}.unsharded.grad", gradient, transient=True)
         for path, group in self._groups():
@@ -97,7 +122,11 @@ class FSDP2(Framework):
                     unsharded.grad = None
 
     def replaced(self) -> Iterator[tuple[str, int]]:
-        return ((label, each._sharded_param_data.nbytes) for label, each in self._parameters() if _is_replaced(each))
+        return (
+            (label, each._sharded_param_data.nbytes)
+            for label, each in self._parameters()
+            if _is_replaced(each)
+        )
 
     # --- torch's own records
 
@@ -107,7 +136,8 @@ class FSDP2(Framework):
         paths = {} if root is None else {id(part): path for path, part in root.named_modules()}
         for path, group in self._groups():
             for each in group.fsdp_params:
-                yield f"{paths.get(id(each._module_info.module), path)}.{each._module_info.param_name}".lstrip("."), each
+                owner = paths.get(id(each._module_info.module), path)
+                yield f"{owner}.{each._module_info.param_name}".lstrip("."), each
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
@@ -122,7 +152,8 @@ class FSDP2(Framework):
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """A part's parameter groups. Earlier versions of torch have at most one; in later ones, which have several, the old name raises."""
+    """A part's parameter groups. Earlier versions of torch have at most one; in later ones, which
+    have several, the old name raises."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -134,21 +165,28 @@ def _is_on_cpu(group: Any) -> bool:
 
 
 def _follow(parameter: Any) -> None:
-    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`. An empty shard is treated here, because
-    torch would allocate new padding for it."""
-    shown, padded = parameter._module_info.module._parameters[parameter._module_info.param_name], parameter._sharded_param_data
+    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`.
+    An empty shard is treated here, because torch would allocate new padding for it."""
+    shown, padded = (
+        parameter._module_info.module._parameters[parameter._module_info.param_name],
+        parameter._sharded_param_data,
+    )
     if shown._local_tensor.numel():
         parameter.reset_sharded_param()
         return
     if shown._local_tensor.untyped_storage()._cdata != padded.untyped_storage()._cdata:
-        shown._local_tensor = padded.view(parameter.padded_sharded_param_size).narrow(parameter.fsdp_placement.dim, 0, 0)
+        shown._local_tensor = padded.view(parameter.padded_sharded_param_size).narrow(
+            parameter.fsdp_placement.dim, 0, 0
+        )
     parameter.sharded_param, parameter._sharding_spec = shown, shown._spec
 
 
 def _is_replaced(parameter: Any) -> bool:
     """Whether the module's parameter has other memory than that from which the group gathers."""
     shown = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
-    if shown is getattr(parameter, "_unsharded_param", None) or shown is getattr(parameter, "_sharded_post_forward_param", None):
+    if shown is getattr(parameter, "_unsharded_param", None) or shown is getattr(
+        parameter, "_sharded_post_forward_param", None
+    ):
         shown = parameter.sharded_param
     if not is_a(shown, "torch.distributed.tensor", "DTensor"):
         return False
@@ -160,9 +198,9 @@ def _is_replaced(parameter: Any) -> bool:
 
 
 def _end_iteration(state: Any) -> None:
-    """End a forward or backward pass that an exception interrupted, from which torch would go on: in FORWARD, `reshard()` leaves a part
-    unsharded, and after PRE_BACKWARD, the next step trains nothing. torch's own `reset_iter_state()` drops gradients that the user
-    accumulates."""
+    """End a forward or backward pass that an exception interrupted, from which torch would go on:
+    in FORWARD, `reshard()` leaves a part unsharded, and after PRE_BACKWARD, the next step trains
+    nothing. torch's own `reset_iter_state()` drops gradients that the user accumulates."""
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
@@ -171,9 +209,13 @@ def _end_iteration(state: Any) -> None:
     context, stream = state._comm_ctx, state._device_handle.current_stream()
     if not hasattr(context, "all_gather_state"):
         return  # nothing has run yet
-    # Torch holds memory until other streams have finished with it: for one reduction in earlier versions, for several in later ones.
+    # Torch holds memory until other streams have finished with it: for one reduction in earlier
+    # versions, for several in later ones.
     reductions = getattr(context, "reduce_scatter_states", None)
-    for each in (context.all_gather_state, *([context.reduce_scatter_state] if reductions is None else reductions)):
+    for each in (
+        context.all_gather_state,
+        *([context.reduce_scatter_state] if reductions is None else reductions),
+    ):
         if each is not None and each.event is not None:
             stream.wait_event(each.event)
     context.all_gather_state = None
@@ -184,7 +226,8 @@ def _end_iteration(state: Any) -> None:
 
 
 def _give_up(group: Any) -> None:
-    """Free what a group has gathered, after waiting for its communication. The next forward pass gathers again."""
+    """Free what a group has gathered, after waiting for its communication. The next forward pass
+    gathers again."""
     stream = group.device_handle.current_stream()
     if (pending := group._all_gather_result) is not None:  # prefetched and not used
         if pending.all_gather_event is not None:
@@ -197,14 +240,16 @@ def _give_up(group: Any) -> None:
     group._all_reduce_state = None
     group._training_state = type(group._training_state).IDLE
     group.reshard()
-    for each in group.fsdp_params:  # from a reshard to a smaller mesh, which torch keeps until the next reshard
+    # from a reshard to a smaller mesh, which torch keeps until the next reshard
+    for each in group.fsdp_params:
         each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
 
 
 # --- VeOmni's expert parallelism
 #
-# VeOmni splits a parameter along a mesh of experts before `fully_shard` shards it further, and records that only in its notes
-# (`_fqn2spec_info`). This does not matter to moves. A published weight contains the experts of every rank.
+# VeOmni splits a parameter along a mesh of experts before `fully_shard` shards it further, and
+# records that only in its notes (`_fqn2spec_info`). This does not matter to moves. A published
+# weight contains the experts of every rank.
 
 _NOTES = "veomni.distributed.parallel_plan"
 
@@ -228,14 +273,18 @@ class ExpertWeight(Weight):
     def problem(self) -> str | None:
         return self._part.problem
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    def targets(
+        self, reader: Reader, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         return self._part.targets(reader, dtype)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
         local = self._part.whole(reader, dtype).contiguous()
-        full: torch.Tensor = DTensor.from_local(local, self._mesh, [self._placement], run_check=False).full_tensor()
+        full: torch.Tensor = DTensor.from_local(
+            local, self._mesh, [self._placement], run_check=False
+        ).full_tensor()
         return full
 
 
@@ -246,7 +295,11 @@ class VeOmni(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> VeOmni | None:
-        return cls(root) if _NOTES in sys.modules and any(_notes(part) for part in root.modules()) else None
+        return (
+            cls(root)
+            if _NOTES in sys.modules and any(_notes(part) for part in root.modules())
+            else None
+        )
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         root = self.root()
@@ -260,7 +313,9 @@ class VeOmni(Framework):
                 shown = part._parameters.get(own)
                 if shown is not None and note.para_mesh is not None and note.placement.is_shard():
                     weight = weight_of(instead.get(id(shown), shown))
-                    found.setdefault(id(part), {})[own] = ExpertWeight(weight, note.para_mesh, note.placement)
+                    found.setdefault(id(part), {})[own] = ExpertWeight(
+                        weight, note.para_mesh, note.placement
+                    )
         return found
 
 

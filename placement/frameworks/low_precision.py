@@ -22,8 +22,9 @@ _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
 class Bitsandbytes(Framework):
     """The parameters of classes `Params4bit` and `Int8Params` in one module tree.
 
-    Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics. bitsandbytes'
-    `state_dict()` computes with both (`item()`, `clone()`), and must work while the module is offloaded.
+    Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its
+    statistics. bitsandbytes' `state_dict()` computes with both (`item()`, `clone()`), and must work
+    while the module is offloaded.
     """
 
     packages = ("bitsandbytes",)
@@ -33,30 +34,40 @@ class Bitsandbytes(Framework):
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
         if not _OPTIMIZER.is_of(optimizer) or not getattr(optimizer, "is_paged", False):
             return None
-        found = " with is_paged, whose state lies in managed memory that the driver pages between host and device,"
+        found = (
+            " with is_paged, whose state lies in managed memory that the driver pages between host "
+            "and device,"
+        )
         return found, "use the variant that is not paged: placement offloads it"
 
     @classmethod
     def optimizer_tables(cls, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The quantisation tables that an 8-bit optimizer shares among its parameters' state. A loaded state has tables of its own."""
+        """The quantisation tables that an 8-bit optimizer shares among its parameters' state. A
+        loaded state has tables of its own."""
         if _OPTIMIZER.is_of(optimizer):
             yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        return cls(root) if _WEIGHTS in sys.modules and next(_weights(root), None) is not None else None
+        return (
+            cls(root)
+            if _WEIGHTS in sys.modules and next(_weights(root), None) is not None
+            else None
+        )
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, weight in _weights(self.root()):
             if not _is_quantized(weight):
                 return (
-                    f"{path!r} is a weight for bitsandbytes that is not quantised yet; its first move to a device quantises it. "
-                    "What to do: call model.to(device) before registering"
+                    f"{path!r} is a weight for bitsandbytes that is not quantised yet; its first "
+                    "move to a device quantises it. What to do: call model.to(device) before "
+                    "registering"
                 )
             if weight.device != compute_device:
                 return (
-                    f"{path!r} was quantised by bitsandbytes and is on {weight.device}, where its format may differ. "
-                    f"What to do: call model.to({str(compute_device)!r}) before registering"
+                    f"{path!r} was quantised by bitsandbytes and is on {weight.device}, where its "
+                    f"format may differ. What to do: call model.to({str(compute_device)!r}) before "
+                    "registering"
                 )
         return None
 
@@ -70,8 +81,13 @@ class Bitsandbytes(Framework):
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
         for path, module in self.parts(_MODULE):
-            # The first forward pass of an 8-bit layer moves the statistics from the weight into this object.
-            if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
+            # The first forward pass of an 8-bit layer moves the statistics from the weight into
+            # this object.
+            if is_a(
+                state := vars(module).get("state"),
+                "bitsandbytes.autograd._functions",
+                "MatmulLtState",
+            ):
                 yield from _present(f"{path}state", vars(state))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
@@ -79,7 +95,10 @@ class Bitsandbytes(Framework):
         for path, weight in _weights(self.root()):
             if (state := getattr(weight, "quant_state", None)) is None:
                 continue
-            for name, tensor in (("nested_offset", state.offset), ("nested_quant_map", getattr(state.state2, "code", None))):
+            for name, tensor in (
+                ("nested_offset", state.offset),
+                ("nested_quant_map", getattr(state.state2, "code", None)),
+            ):
                 if tensor is not None and id(tensor) not in counted:
                     counted.add(id(tensor))
                     yield f"{path}.{name}", tensor.untyped_storage().nbytes()
@@ -110,7 +129,9 @@ class TorchAO(Framework):
     """torchao's `CPUOffloadOptimizer`, which steps copies of the parameters on the CPU."""
 
     packages = ("torchao",)
-    external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
+    external_optimizers = (
+        Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),
+    )
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
@@ -126,14 +147,17 @@ _TE = Named("transformer_engine.pytorch.module.base", "TransformerEngineBaseModu
 
 
 class TransformerEngine(Framework):
-    """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
+    """The caches of TransformerEngine's modules in one module tree. The modules make them again if
+    they are dropped."""
 
     packages = (_TE.module,)
     recognised_by = (_TE,)
 
     def caches(self) -> Iterator[torch.Tensor]:
         for _, module in self.parts(_TE):
-            yield from (tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), ""))
+            yield from (
+                tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), "")
+            )
 
     def drop_caches(self) -> None:
         for _, module in self.parts(_TE):

@@ -1,11 +1,13 @@
 """Megatron-Core: the buffers of its DistributedDataParallel, its optimizers, and Megatron-FSDP.
 
-Parameters and gradients of a DistributedDataParallel are views of a few large buffers. The shards that the distributed optimizer steps
-are views of them, too, if they have the model's dtype. placement moves each storage once, so that all these views stay valid.
+Parameters and gradients of a DistributedDataParallel are views of a few large buffers. The shards
+that the distributed optimizer steps are views of them, too, if they have the model's dtype.
+placement moves each storage once, so that all these views stay valid.
 
-A MegatronFSDP module (of the package megatron_fsdp, or of the copy in megatron-core) shows one of two sets of parameters at a time:
-sharded ones (DTensors over the shard buffers), which optimizers step, and raw ones, whose data is gathered for computing. Both exist as
-long as the module. Gathered data is freed before a move.
+A MegatronFSDP module (of the package megatron_fsdp, or of the copy in megatron-core) shows one of
+two sets of parameters at a time: sharded ones (DTensors over the shard buffers), which optimizers
+step, and raw ones, whose data is gathered for computing. Both exist as long as the module. Gathered
+data is freed before a move.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from typing import Any
 import torch
 
 from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
-from placement.tensors.plain import Owned, is_wrapper, loaded_class, parts_of, plain_parts, rewrapped
+from placement.tensors.plain import (
+    Owned,
+    is_wrapper,
+    loaded_class,
+    parts_of,
+    plain_parts,
+    rewrapped,
+)
 
 HYBRID = Named("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
 MASTER = "master_param"
@@ -41,14 +50,15 @@ _READING = (
 )
 _DDP = Named("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
 _FSDP = tuple(
-    Named(f"{package}.megatron_fsdp", "MegatronFSDP") for package in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
+    Named(f"{package}.megatron_fsdp", "MegatronFSDP")
+    for package in ("megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp")
 )
 
 
 def _nccl_ub(what: str) -> str:
     return (
-        f"{what} in memory that NCCL allocated and registered by its address (nccl_ub), which must not move; "
-        "build it with nccl_ub=False, or register it with external=True"
+        f"{what} in memory that NCCL allocated and registered by its address (nccl_ub), which must "
+        "not move; build it with nccl_ub=False, or register it with external=True"
     )
 
 
@@ -56,16 +66,21 @@ _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsd
 
 
 class Megatron(Framework):
-    """The buffers behind Megatron's DistributedDataParallel, gradients that are kept in `main_grad`, and Megatron's optimizers."""
+    """The buffers behind Megatron's DistributedDataParallel, gradients that are kept in
+    `main_grad`, and Megatron's optimizers."""
 
     packages = ("megatron.core",)
     recognised_by = (_DDP,)
     wrappers = (
-        Wrapper(Named("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"), "module"),
+        Wrapper(
+            Named("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"), "module"
+        ),
         Wrapper(Named("megatron.core.transformer.module", "Float16Module"), "module"),
     )
 
-    external_optimizers = (Advised(HYBRID, "Megatron's HybridDeviceOptimizer places its state itself"),)
+    external_optimizers = (
+        Advised(HYBRID, "Megatron's HybridDeviceOptimizer places its state itself"),
+    )
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
@@ -80,9 +95,17 @@ class Megatron(Framework):
         found: dict[int, torch.Tensor] = {}
         for obj in filter(_OPTIMIZER.is_of, objects):
             for stepped, models in _STEPPED:
-                for ours, theirs in zip(getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False):
+                for ours, theirs in zip(
+                    getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False
+                ):
                     # `own` is None if the inner optimizer itself keeps the main parameter.
-                    found.update({id(own): model for own, model in zip(ours, theirs, strict=False) if own is not None})
+                    found.update(
+                        {
+                            id(own): model
+                            for own, model in zip(ours, theirs, strict=False)
+                            if own is not None
+                        }
+                    )
         return found
 
     @classmethod
@@ -93,7 +116,8 @@ class Megatron(Framework):
 
     @classmethod
     def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Loss scales and overflow flags: a few bytes, which stay on the device because forward and backward passes read them."""
+        """Loss scales and overflow flags: a few bytes, which stay on the device because forward and
+        backward passes read them."""
         for obj in filter(_OPTIMIZER.is_of, objects):
             for owner in (obj, getattr(obj, "grad_scaler", None)):
                 for name, value in getattr(owner, "__dict__", {}).items():
@@ -108,19 +132,27 @@ class Megatron(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        has_gradients = any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters())
+        has_gradients = any(
+            isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters()
+        )
         return cls(root) if has_gradients else super().find(root)
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, buffer in self._buffers():
-            if getattr(buffer, "nccl_ub", False) or getattr(getattr(buffer, "ddp_config", None), "nccl_ub", False):
+            if getattr(buffer, "nccl_ub", False) or getattr(
+                getattr(buffer, "ddp_config", None), "nccl_ub", False
+            ):
                 return _nccl_ub(f"{path} is")
         return None
 
     def ready(self) -> None:
-        """Wait for communication in the background. Its work handles stay, because the next forward pass asks them again."""
+        """Wait for communication in the background. Its work handles stay, because the next forward
+        pass asks them again."""
         for group in self._bucket_groups():
-            for handle in (getattr(group, "param_gather_handle", None), getattr(group, "grad_reduce_handle", None)):
+            for handle in (
+                getattr(group, "param_gather_handle", None),
+                getattr(group, "grad_reduce_handle", None),
+            ):
                 if handle is not None:
                     handle.wait()
 
@@ -129,26 +161,43 @@ class Megatron(Framework):
         if not any(self.parts(_DDP)):
             return None
         return (
-            "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops its hooks when a parameter changes dtype "
-            "or device: wrap the module again, and register it again"
+            "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops "
+            "its hooks when a parameter changes dtype or device: wrap the module again, and "
+            "register it again"
         )
 
     def tensors(self) -> Iterator[Owned]:
-        """Buffers, their buckets' views, `main_grad` of every parameter, and the shards that bucket groups cache."""
+        """Buffers, their buckets' views, `main_grad` of every parameter, and the shards that bucket
+        groups cache."""
         root = self.root()
         if root is None:
             return
         for path, buffer in self._buffers():
-            # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the parameters, so it is not transient.
+            # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the
+            # parameters, so it is not transient.
             is_loose = getattr(buffer, "shared_buffer", None) is None
-            for place, each in ((path, buffer), *((f"{path}.buckets.{index}", bucket) for index, bucket in enumerate(buffer.buckets))):
-                yield from _fields(each, place, param_data=False, shared_buffer=False, grad_data=is_loose)
+            for place, each in (
+                (path, buffer),
+                *(
+                    (f"{path}.buckets.{index}", bucket)
+                    for index, bucket in enumerate(buffer.buckets)
+                ),
+            ):
+                yield from _fields(
+                    each, place, param_data=False, shared_buffer=False, grad_data=is_loose
+                )
         for name, parameter in root.named_parameters():
             yield from _fields(parameter, name, main_grad=True)
         for index, group in enumerate(self._bucket_groups()):
-            for field, transient in (("cached_param_buffer_shard_list", False), ("cached_grad_buffer_shard_list", True)):
+            for field, transient in (
+                ("cached_param_buffer_shard_list", False),
+                ("cached_grad_buffer_shard_list", True),
+            ):
                 for shards in getattr(group, field, ()):
-                    yield from (Owned(f"bucket_groups.{index}.{field}", shard, transient) for shard in shards or ())
+                    yield from (
+                        Owned(f"bucket_groups.{index}.{field}", shard, transient)
+                        for shard in shards or ()
+                    )
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for _, buffer in self._buffers():
@@ -183,7 +232,8 @@ def _fields(obj: Any, path: str, **transient: bool) -> Iterator[Owned]:
 
 
 def drop_global_buffer() -> None:
-    """Empty Megatron's global memory buffer, which it fills again when needed. Not done if a captured CUDA graph may use that memory."""
+    """Empty Megatron's global memory buffer, which it fills again when needed. Not done if a
+    captured CUDA graph may use that memory."""
     for module, name, field in (
         ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord", "cudagraph_created"),
         ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper", "cuda_graph"),
@@ -200,17 +250,19 @@ def drop_global_buffer() -> None:
 class HybridState(OwnState):
     """The state of one HybridDeviceOptimizer, and how it is saved and loaded in checkpoints.
 
-    The optimizer steps a part of the parameters on the CPU and moves everything itself, so it is external. Its own `load_state_dict` makes
-    new inner optimizers and copies, and fails on parameters without state (and on float32 parameters among others). Its own state is in
-    the order of the inner optimizers, which differs between ranks. Here it is in the order of the parameters, and loading writes in place.
-    Nothing here calls a collective.
+    The optimizer steps a part of the parameters on the CPU and moves everything itself, so it is
+    external. Its own `load_state_dict` makes new inner optimizers and copies, and fails on
+    parameters without state (and on float32 parameters among others). Its own state is in the order
+    of the inner optimizers, which differs between ranks. Here it is in the order of the parameters,
+    and loading writes in place. Nothing here calls a collective.
     """
 
     def __init__(self, hybrid: Any) -> None:
         self._hybrid = hybrid
 
     def tensors(self, path: str) -> Iterator[Owned]:
-        """The optimizer's tensors outside its state: main parameters, copies on the CPU, their gradients. Its own load replaces them."""
+        """The optimizer's tensors outside its state: main parameters, copies on the CPU, their
+        gradients. Its own load replaces them."""
         seen: set[int] = set()
         for index, parameter in enumerate(self._parameters()):
             for field in _COPIES:
@@ -218,14 +270,24 @@ class HybridState(OwnState):
                 if copy is None or id(copy) in seen:
                     continue
                 seen.add(id(copy))
-                yield from (Owned(name, part) for name, part in plain_parts(copy, f"{path}{field}.{index}"))
+                yield from (
+                    Owned(name, part) for name, part in plain_parts(copy, f"{path}{field}.{index}")
+                )
                 if (gradient := copy.grad) is not None:
-                    yield from (Owned(name, part, True) for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad"))
+                    yield from (
+                        Owned(name, part, True)
+                        for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad")
+                    )
 
     def exported(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """See `OwnState`. In the order of the groups; {} without state. Of a sharded parameter it is sharded, too. A `step` that is counted
-        by group is added to each parameter's state."""
-        groups = [group for optimizer in self._hybrid.sub_optimizers for group in optimizer.param_groups if "step" in group]
+        """See `OwnState`. In the order of the groups; {} without state. Of a sharded parameter it
+        is sharded, too. A `step` that is counted by group is added to each parameter's state."""
+        groups = [
+            group
+            for optimizer in self._hybrid.sub_optimizers
+            for group in optimizer.param_groups
+            if "step" in group
+        ]
         counts = {id(inner): group["step"] for group in groups for inner in group["params"]}
         found = {}
         for parameter in self._parameters():
@@ -238,31 +300,57 @@ class HybridState(OwnState):
 
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Without classes, which are of this run, and `step`, which is in the state."""
-        return {key: value for key, value in group.items() if key not in ("params", "step") and not isinstance(value, type)}
+        return {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "step") and not isinstance(value, type)
+        }
 
-    def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
+    def problems(
+        self, given: Mapping[Any, Mapping[str, Any]]
+    ) -> Iterator[tuple[torch.Tensor, str]]:
         for parameter in self._parameters():
             count = _local(parameter).numel()
             for key, value in given.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and _local(value).numel() != count:
-                    yield parameter, f"{key!r} has {_local(value).numel()} elements, but the parameter has {count} on this rank"
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dim()
+                    and _local(value).numel() != count
+                ):
+                    yield (
+                        parameter,
+                        (
+                            f"{key!r} has {_local(value).numel()} elements, but the parameter has "
+                            f"{count} on this rank"
+                        ),
+                    )
 
     @torch.no_grad()
-    def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See `OwnState`. The model's parameters must have been loaded before: a main parameter that was not saved gets their value."""
+    def restore(
+        self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See `OwnState`. The model's parameters must have been loaded before: a main parameter
+        that was not saved gets their value."""
         for group, saved in zip(self._hybrid.param_groups, groups, strict=True):
-            group.pop("step", None)  # an old value would be copied into the inner optimizers at every step
+            # an old value would be copied into the inner optimizers at every step
+            group.pop("step", None)
             group.update(self.settings(saved))
         for optimizer in self._hybrid.sub_optimizers:
-            counts_by_state = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+            counts_by_state = getattr(type(optimizer).step, "__module__", "").startswith(
+                "torch.optim."
+            )
             for group in optimizer.param_groups:
                 for inner in group["params"]:
                     parameter = self._hybrid.inner_param_to_orig_param[inner]
                     entry = dict(given.get(parameter, {}))
                     master = entry.pop(MASTER, None)
                     if master is not None or inner is not parameter:
-                        _local(inner).copy_(_local(parameter if master is None else master).view_as(_local(inner)))
-                    if inner is not parameter:  # drop the copy's old gradient: it would be stepped if the parameter itself has none
+                        _local(inner).copy_(
+                            _local(parameter if master is None else master).view_as(_local(inner))
+                        )
+                    # drop the copy's old gradient: it would be stepped if the parameter itself has
+                    # none
+                    if inner is not parameter:
                         inner.grad = None
                         self._hybrid.cpu_copy_map_grad.pop(inner, None)
                     step = entry.pop("step", None)
@@ -277,7 +365,12 @@ class HybridState(OwnState):
         return (parameter for group in self._hybrid.param_groups for parameter in group["params"])
 
 
-def _write(state: dict[Any, dict[str, Any]], inner: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def _write(
+    state: dict[Any, dict[str, Any]],
+    inner: torch.Tensor,
+    entry: Mapping[str, Any],
+    group: Mapping[str, Any],
+) -> None:
     if not entry:
         state.pop(inner, None)
         return
@@ -287,20 +380,27 @@ def _write(state: dict[Any, dict[str, Any]], inner: torch.Tensor, entry: Mapping
         present = live.get(key)
         if not isinstance(value, torch.Tensor):
             placed[key] = value
-        elif isinstance(present, torch.Tensor) and present.dtype == value.dtype and _local(present).numel() == _local(value).numel():
+        elif (
+            isinstance(present, torch.Tensor)
+            and present.dtype == value.dtype
+            and _local(present).numel() == _local(value).numel()
+        ):
             _local(present).copy_(_local(value).view_as(_local(present)))
             placed[key] = present
         else:
             counts = key == "step" and not (group.get("fused") or group.get("capturable"))
             shape = () if value.dim() == 0 else here.shape
-            placed[key] = _local(value).detach().to("cpu" if counts else here.device, copy=True).view(shape)
+            placed[key] = (
+                _local(value).detach().to("cpu" if counts else here.device, copy=True).view(shape)
+            )
     live.clear()
     live.update(placed)
     state[inner] = live
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with this rank's bytes. (A DTensor itself has the number of elements of all ranks.)"""
+    """The plain tensor with this rank's bytes. (A DTensor itself has the number of elements of all
+    ranks.)"""
     if not is_wrapper(tensor):
         return tensor
     (part,) = (part for _, part in parts_of(tensor, ""))
@@ -308,17 +408,25 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
-    """Wrap state of a sharded parameter, which the optimizer keeps as a plain local tensor, in a wrapper like the parameter's."""
-    if not is_wrapper(parameter) or not isinstance(value, torch.Tensor) or is_wrapper(value) or value.dim() == 0:
+    """Wrap state of a sharded parameter, which the optimizer keeps as a plain local tensor, in a
+    wrapper like the parameter's."""
+    if (
+        not is_wrapper(parameter)
+        or not isinstance(value, torch.Tensor)
+        or is_wrapper(value)
+        or value.dim() == 0
+    ):
         return value
     local = _local(parameter)
     if value.numel() != local.numel():
         return value
     inner = value.view(local.shape)
-    for name in ("__create_chunk_list__", "__create_write_items__"):  # with these, Megatron-FSDP tells checkpoints about uneven shards
+    # with these, Megatron-FSDP tells checkpoints about uneven shards
+    for name in ("__create_chunk_list__", "__create_write_items__"):
         if name in vars(local):
             setattr(inner, name, vars(local)[name])
-    like = torch.empty_like(parameter, dtype=value.dtype, device="meta")  # the wrapper must have the state's dtype
+    # the wrapper must have the state's dtype
+    like = torch.empty_like(parameter, dtype=value.dtype, device="meta")
     return rewrapped(like, lambda _: inner)
 
 
@@ -337,7 +445,8 @@ class MegatronFSDPShards(Framework):
         return None
 
     def ready(self) -> None:
-        """Wait for communication, and release gathered parameters. The next forward pass gathers them again."""
+        """Wait for communication, and release gathered parameters. The next forward pass gathers
+        them again."""
         for _, model in self.parts(*_FSDP):
             model.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             pipeline = model.all_gather_pipeline
@@ -346,26 +455,36 @@ class MegatronFSDPShards(Framework):
                 if buffer is None or not buffer.is_data_distributed:
                     continue  # it is not sharded, so nothing was gathered
                 for backward in (False, True):
-                    if pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name != "EMPTY":
+                    if (
+                        pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name
+                        != "EMPTY"
+                    ):
                         pipeline.release_bucket(number, backward)
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for _, model in self.parts(*_FSDP):
             sharded = dict(model.param_and_grad_buffer.optimizer_named_parameters)
-            found.update({id(raw): sharded[name] for name, raw in model.raw_param.items() if name in sharded})
+            found.update(
+                {id(raw): sharded[name] for name, raw in model.raw_param.items() if name in sharded}
+            )
         return found
 
     def tensors(self) -> Iterator[Owned]:
         for path, model in self.parts(*_FSDP):
             for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
                 for name, buffer in _buffers(group):
-                    yield Owned(f"{path}parameter_groups.{number}.{name}.data", buffer.data, _is_of_gradients(group, buffer))
+                    yield Owned(
+                        f"{path}parameter_groups.{number}.{name}.data",
+                        buffer.data,
+                        _is_of_gradients(group, buffer),
+                    )
             for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters:
                 yield Owned(f"{path}{name}", parameter)
                 yield from _fields(parameter, f"{path}{name}", decoupled_grad=True)
             for name, raw in model.raw_param.items():
-                # Detached, because `own_tensors` would replace the parameter itself by the sharded one.
+                # Detached, because `own_tensors` would replace the parameter itself by the sharded
+                # one.
                 yield Owned(f"{path}{name}.raw", raw.detach())
                 yield from _fields(raw, f"{path}{name}", main_grad=True)
                 yield from _fields(raw, f"{path}{name}.raw", grad=True)
@@ -376,14 +495,22 @@ class MegatronFSDPShards(Framework):
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for _, model in self.parts(*_FSDP):
             for group in model.param_and_grad_buffer.parameter_groups:
-                yield from (buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer))
+                yield from (
+                    buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer)
+                )
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Buckets that the framework keeps between two uses (double buffers), in its own memory."""
         for path, model in self.parts(*_FSDP):
             for name in _ALLOCATORS:
-                buckets = getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
-                nbytes = sum(bucket.data.untyped_storage().nbytes() for bucket in buckets.values() if isinstance(bucket.data, torch.Tensor))
+                buckets = (
+                    getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
+                )
+                nbytes = sum(
+                    bucket.data.untyped_storage().nbytes()
+                    for bucket in buckets.values()
+                    if isinstance(bucket.data, torch.Tensor)
+                )
                 if nbytes:
                     yield f"{path}{name}", nbytes
 
@@ -394,9 +521,14 @@ class MegatronFSDPShards(Framework):
 def _buffers(group: Any) -> Iterator[tuple[str, Any]]:
     """Name and buffer, for each buffer of the group that has data on this rank."""
     for name, value in vars(group).items():
-        if hasattr(value, "bucket_index") and isinstance(getattr(value, "data", None), torch.Tensor):
+        if hasattr(value, "bucket_index") and isinstance(
+            getattr(value, "data", None), torch.Tensor
+        ):
             yield name, value
 
 
 def _is_of_gradients(group: Any, buffer: Any) -> bool:
-    return any(buffer is getattr(group, name, None) for name in ("main_grad_buffer", "hfsdp_helper_gbuf", "hsdp_gbuf"))
+    return any(
+        buffer is getattr(group, name, None)
+        for name in ("main_grad_buffer", "hfsdp_helper_gbuf", "hsdp_gbuf")
+    )

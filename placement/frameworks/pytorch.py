@@ -1,9 +1,11 @@
-"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that placement refuses. Accelerate's hooks.
+"""torch's own wrappers: DistributedDataParallel, compiled and checkpointed modules, and those that
+placement refuses. Accelerate's hooks.
 
-DistributedDataParallel's reducer averages gradients in buckets. With `gradient_as_bucket_view=True` gradients are views of the buckets. A
-bucket's storage then moves with them, and stays valid for the reducer, which has the same storage. placement can find a bucket only
-through a gradient, so it knows a bucket once a gradient is a view of it. Other buckets, and those of a reducer with gradients of their
-own, stay on the device and are reported.
+DistributedDataParallel's reducer averages gradients in buckets. With `gradient_as_bucket_view=True`
+gradients are views of the buckets. A bucket's storage then moves with them, and stays valid for the
+reducer, which has the same storage. placement can find a bucket only through a gradient, so it
+knows a bucket once a gradient is a view of it. Other buckets, and those of a reducer with gradients
+of their own, stay on the device and are reported.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class DDP(Framework):
     recognised_by = (_DDP,)
     wrappers = (Wrapper(_DDP, "module"),)
     lost_by_conversion = (
-        "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
-        "device: wrap the module again, and register it again"
+        "DistributedDataParallel no longer averages its gradients, because torch drops its hooks "
+        "when a parameter changes dtype or device: wrap the module again, and register it again"
     )
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -35,20 +37,30 @@ class DDP(Framework):
         self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        if any(getattr(reducer.part(), "mixed_precision", None) is not None for reducer in self._reducers):
+        if any(
+            getattr(reducer.part(), "mixed_precision", None) is not None
+            for reducer in self._reducers
+        ):
             return (
-                "DistributedDataParallel(mixed_precision=...) replaces its parameters by copies between a forward pass and its "
-                "backward pass; use torch.autocast, or FSDP2 with a MixedPrecisionPolicy, or register it with external=True to have it "
-                "tracked and never moved"
+                "DistributedDataParallel(mixed_precision=...) replaces its parameters by copies "
+                "between a forward pass and its backward pass; use torch.autocast, or FSDP2 with a "
+                "MixedPrecisionPolicy, or register it with external=True to have it tracked and "
+                "never moved"
             )
         return None
 
     def tensors(self) -> Iterator[Owned]:
-        """The known buckets, and tensors that communication hooks keep from step to step (PowerSGD's errors are training state)."""
+        """The known buckets, and tensors that communication hooks keep from step to step
+        (PowerSGD's errors are training state)."""
         for reducer in self._reducers:
-            yield from (Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True) for index, bucket in enumerate(reducer.buckets()))
+            yield from (
+                Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True)
+                for index, bucket in enumerate(reducer.buckets())
+            )
             for index, (_, state) in enumerate(getattr(reducer.part(), "_comm_hooks", ())):
-                for name, tensor in nested_tensors(attributes_of(state), f"{reducer.path}comm_hook.{index}"):
+                for name, tensor in nested_tensors(
+                    attributes_of(state), f"{reducer.path}comm_hook.{index}"
+                ):
                     yield Owned(name, tensor)
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
@@ -71,17 +83,24 @@ class _Reducer:
         self.part = weakref.ref(part)
         self._nbytes = int(part._get_ddp_logging_data()["total_parameter_size_bytes"])
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        """The buckets found through gradients so far, in the parameters' order. The reducer replaces them after its first iteration."""
+        """The buckets found through gradients so far, in the parameters' order. The reducer
+        replaces them after its first iteration."""
 
     def buckets(self) -> list[torch.Tensor]:
-        """The buckets that are known now: those that gradients are views of, and those found earlier that still exist."""
+        """The buckets that are known now: those that gradients are views of, and those found
+        earlier that still exist."""
         part = self.part()
         if part is None or not part.gradient_as_bucket_view:
             return []
         shown = [
-            gradient._base for parameter in part._module_parameters if (gradient := parameter.grad) is not None and gradient._is_view()
+            gradient._base
+            for parameter in part._module_parameters
+            if (gradient := parameter.grad) is not None and gradient._is_view()
         ]
-        known = [*(bucket for seen in self._seen if (bucket := seen()) is not None), *(base for base in shown if base is not None)]
+        known = [
+            *(bucket for seen in self._seen if (bucket := seen()) is not None),
+            *(base for base in shown if base is not None),
+        ]
         distinct = {id(bucket): bucket for bucket in known}
         self._seen = [weakref.ref(bucket) for bucket in distinct.values()]
         return list(distinct.values())
@@ -92,42 +111,73 @@ class _Reducer:
             return
         nbytes = self._nbytes - sum(bucket.nbytes for bucket in self.buckets())
         if nbytes > 0:
-            why = "no gradient is a view of them yet" if part.gradient_as_bucket_view else "gradient_as_bucket_view=False"
+            why = (
+                ("no gradient is a view of them yet")
+                if part.gradient_as_bucket_view
+                else "gradient_as_bucket_view=False"
+            )
             yield f"{self.path}reducer's buckets ({why})", nbytes
         used = part.reducer._get_local_used_map()
         if used is not None:
-            yield f"{self.path}reducer's map of used parameters (find_unused_parameters=True)", used.nbytes
+            yield (
+                (f"{self.path}reducer's map of used parameters (find_unused_parameters=True)"),
+                used.nbytes,
+            )
 
 
 def _has_seen_nothing(part: Any) -> bool:
     """Whether fake quantisation is by channel and has seen no data yet."""
     seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
-    return bool(getattr(part, "is_per_channel", False)) and isinstance(seen, torch.Tensor) and not seen.numel()
+    return (
+        bool(getattr(part, "is_per_channel", False))
+        and isinstance(seen, torch.Tensor)
+        and not seen.numel()
+    )
 
 
 class TorchWrappers(Framework):
-    """Compiled and checkpointed modules, which may be registered; TorchScript and DataParallel, which may not."""
+    """Compiled and checkpointed modules, which may be registered; TorchScript and DataParallel,
+    which may not."""
 
     wrappers = (
         Wrapper(Named("torch._dynamo.eval_frame", "OptimizedModule"), "_orig_mod"),
-        Wrapper(Named("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"), "_checkpoint_wrapped_module"),
+        Wrapper(
+            Named(
+                "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"
+            ),
+            "_checkpoint_wrapped_module",
+        ),
     )
     refused_modules = (
-        Advised(Named("torch.nn.parallel.data_parallel", "DataParallel"), "register the plain module: one process drives one device"),
-        Advised(Named("torch.jit", "ScriptModule"), "register the eager module, or use torch.compile instead of TorchScript"),
+        Advised(
+            Named("torch.nn.parallel.data_parallel", "DataParallel"),
+            "register the plain module: one process drives one device",
+        ),
+        Advised(
+            Named("torch.jit", "ScriptModule"),
+            "register the eager module, or use torch.compile instead of TorchScript",
+        ),
         Advised(
             Named("torch.ao.quantization.fake_quantize", "FakeQuantize"),
-            "run one forward pass before registering, because by channel the first one resizes its buffers, or register with external=True",
+            "run one forward pass before registering, because by channel the first one resizes its "
+            "buffers, or register with external=True",
             _has_seen_nothing,
         ),
     )
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
-        is_zero = is_a(optimizer, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+        is_zero = is_a(
+            optimizer,
+            "torch.distributed.optim.zero_redundancy_optimizer",
+            "ZeroRedundancyOptimizer",
+        )
         if not is_zero or not optimizer._overlap_with_ddp:
             return None
-        found = " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
+        found = (
+            " with overlap_with_ddp=True, which steps inside the backward pass and moves "
+            "parameters into buckets on the way,"
+        )
         return found, "leave overlap_with_ddp out"
 
 
@@ -142,13 +192,19 @@ class Accelerate(Framework):
             found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
             return found, "call remove_hook_from_submodules(model), or load without device_map"
         device_map = part.__dict__.get("hf_device_map")
-        if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
-            return f"a device map with {len(device_map)} entries on several devices", "load without device_map"
+        if (
+            isinstance(device_map, dict)
+            and len({str(device) for device in device_map.values()}) > 1
+        ):
+            return (
+                f"a device map with {len(device_map)} entries on several devices"
+            ), "load without device_map"
         return None
 
 
 def _moves_weights(hook: Any) -> bool:
-    """Whether a hook of accelerate may move weights at a forward pass. With a device map of one device it moves only the inputs."""
+    """Whether a hook of accelerate may move weights at a forward pass. With a device map of one
+    device it moves only the inputs."""
     if is_a(hook, "accelerate.hooks", "SequentialHook"):
         return any(_moves_weights(each) for each in hook.hooks)
     return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)

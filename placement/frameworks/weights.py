@@ -1,4 +1,5 @@
-"""Published weights: read the full value of a weight into torch's own memory, wherever its parts are now."""
+"""Published weights: read the full value of a weight into torch's own memory, wherever its parts
+are now."""
 
 from __future__ import annotations
 
@@ -12,30 +13,45 @@ from typing import Any, NamedTuple
 import torch
 
 from placement.devices.host.slab import upload
-from placement.tensors.plain import PLAIN_TYPES, is_scaled, is_wrapper, loaded_class, parts_of, rewrapped
+from placement.tensors.plain import (
+    PLAIN_TYPES,
+    is_scaled,
+    is_wrapper,
+    loaded_class,
+    parts_of,
+    rewrapped,
+)
 
 
 def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same tensors, seen as bytes where torch cannot copy or gather their dtype (uint4), or a backend may not."""
+    """The same tensors, seen as bytes where torch cannot copy or gather their dtype (uint4), or a
+    backend may not."""
     dtype = tensors[0].dtype
-    if not is_scaled(dtype) or any(type(each) not in PLAIN_TYPES or each.dtype is not dtype for each in tensors):
+    if not is_scaled(dtype) or any(
+        type(each) not in PLAIN_TYPES or each.dtype is not dtype for each in tensors
+    ):
         return tensors
     return tuple(each.view(torch.uint8 if dtype.itemsize == 1 else torch.int16) for each in tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads the values of tensors from where they are now: from the device, or from the host copy."""
+    """Reads the values of tensors from where they are now: from the device, or from the host
+    copy."""
 
     device: torch.device  # the device on which weights are published
     on_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-    """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
+    """Returns a tensor over the host copy in place of a tensor, if the valid values are there.
+    None: read the tensors themselves."""
     fetched: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)
-    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the tensor, its value, and an event that
-    tells whether that has arrived (None: it has)."""
+    """The values that are on their way (see `publish.ahead`), by the identity of their tensors: the
+    tensor, its value, and an event that tells whether that has arrived (None: it has)."""
 
-    def fill(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-        """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host does not wait for the copy."""
+    def fill(
+        self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
+    ) -> torch.Tensor:
+        """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host
+        does not wait for the copy."""
         shown = None if self.on_host is None else self.on_host(source)
         # A tensor outside every range (empty, or staying on the CPU) can be read itself.
         into, out_of = _copyable(target, source if shown is None else shown)
@@ -60,11 +76,13 @@ class Part(NamedTuple):
     """This rank's part of a weight: the whole of it, or a block."""
 
     tensor: torch.Tensor  # a plain one, in the module's memory
-    offset: tuple[int, ...]  # where the block begins in the full weight, in elements of each dimension
+    # where the block begins in the full weight, in elements of each dimension
+    offset: tuple[int, ...]
 
 
 class Weight(abc.ABC):
-    """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is called."""
+    """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is
+    called."""
 
     shape: torch.Size
     """The shape of the full weight."""
@@ -81,26 +99,34 @@ class Weight(abc.ABC):
 
     @property
     def problem(self) -> str | None:
-        """The reason why the weight cannot be published, the same on every rank, and what to do; None if it can."""
+        """The reason why the weight cannot be published, the same on every rank, and what to do;
+        None if it can."""
         return None
 
     @abc.abstractmethod
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
+        """The full weight in new memory on the reader's device. Called under `no_grad`, outside
+        inference mode."""
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-        """Pairs: a plain tensor of this rank that `whole` reads, and a function that takes device memory for its value.
+    def targets(
+        self, reader: Reader, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+        """Pairs: a plain tensor of this rank that `whole` reads, and a function that takes device
+        memory for its value.
 
-        With these `ReadAhead` brings the values first. No pair where a kind of weight does not say: then `whole` reads them itself.
+        With these `ReadAhead` brings the values first. No pair where a kind of weight does not say:
+        then `whole` reads them itself.
         """
         yield from ()
 
     def part(self) -> Part | None:
-        """This rank's part, as it lies in the module; None where that is no block of the published weight."""
+        """This rank's part, as it lies in the module; None where that is no block of the published
+        weight."""
         return None
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
-        """A function that writes a full value into the weight, on the device; on each rank its own part. Calls no collective.
+        """A function that writes a full value into the weight, on the device; on each rank its own
+        part. Calls no collective.
 
         Raises:
             ValueError: such a weight cannot be written; the message says why.
@@ -109,7 +135,8 @@ class Weight(abc.ABC):
 
 
 class LocalWeight(Weight):
-    """A weight that this rank has in full: a plain tensor, or a wrapper around several (quantised)."""
+    """A weight that this rank has in full: a plain tensor, or a wrapper around several
+    (quantised)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -121,13 +148,22 @@ class LocalWeight(Weight):
         kind = type(self._tensor)
         if kind in PLAIN_TYPES or is_wrapper(self._tensor):
             return None
-        return f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes; for LoRA, adapters='separate' leaves it out"
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}, whose values are not its bytes; for "
+            "LoRA, adapters='separate' leaves it out"
+        )
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    def targets(
+        self, reader: Reader, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         yield from parts_read(reader, self._tensor, dtype)
 
     def part(self) -> Part | None:
-        return None if self.is_wrapper or self.dtype.is_complex else Part(self._tensor, (0,) * len(self.shape))
+        return (
+            None
+            if self.is_wrapper or self.dtype.is_complex
+            else Part(self._tensor, (0,) * len(self.shape))
+        )
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         value = read_parts(reader, self._tensor, dtype)
@@ -138,7 +174,10 @@ class LocalWeight(Weight):
             raise ValueError(problem)
         if type(self._tensor) not in PLAIN_TYPES and type(value) is not type(self._tensor):
             here, comes = type(self._tensor).__qualname__, type(value).__qualname__
-            raise ValueError(f"is a {here} here, but a {comes} was published: publish from a module that is quantised in the same way")
+            raise ValueError(
+                f"is a {here} here, but a {comes} was published: publish from a module that is "
+                "quantised in the same way"
+            )
         into, out_of = _copyable(self._tensor, value)
         return functools.partial(into.copy_, out_of)
 
@@ -154,19 +193,26 @@ class ShardedWeight(Weight):
 
     @property
     def is_collective(self) -> bool:
-        return self._tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in self._tensor.placements)
+        return self._tensor.device_mesh.size() > 1 and not all(
+            placement.is_replicate() for placement in self._tensor.placements
+        )
 
     @property
     def problem(self) -> str | None:
         if hasattr(self._tensor._local_tensor, "__create_chunk_list__"):
-            return "is sharded in its framework's own way, which torch cannot gather: publish it with the framework's own export"
+            return (
+                "is sharded in its framework's own way, which torch cannot gather: publish it with "
+                "the framework's own export"
+            )
         return None
 
     def _read_as(self, dtype: torch.dtype) -> torch.dtype:
         is_sum = any(placement.is_partial() for placement in self._tensor.placements)
         return self.dtype if is_sum else dtype
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    def targets(
+        self, reader: Reader, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         local = self._tensor._local_tensor
         if self._even_rows() is None:
             yield from parts_read(reader, local, self._read_as(dtype))
@@ -174,30 +220,51 @@ class ShardedWeight(Weight):
             yield local, functools.partial(self._own_rows, reader, dtype)
 
     def _own_rows(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        """New memory for this rank's rows, inside that for all rows, into which the other ranks' are gathered."""
+        """New memory for this rank's rows, inside that for all rows, into which the other ranks'
+        are gathered."""
         self._all_rows = torch.empty(self.shape, dtype=dtype, device=reader.device)
         return _own(self._all_rows, self._even_rows())
 
     def part(self) -> Part | None:
         sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
-        blocks = (torch_sharding.Shard, torch_sharding.Replicate)  # not their subclasses: a strided shard is no block
-        if self.is_wrapper or self.dtype.is_complex or any(type(placement) not in blocks for placement in sharded.placements):
+        # not their subclasses: a strided shard is no block
+        blocks = (torch_sharding.Shard, torch_sharding.Replicate)
+        if (
+            self.is_wrapper
+            or self.dtype.is_complex
+            or any(type(placement) not in blocks for placement in sharded.placements)
+        ):
             return None
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-        return Part(sharded._local_tensor, tuple(offset)) if tuple(sharded._local_tensor.shape) == tuple(shape) else None
+        shape, offset = compute_local_shape_and_global_offset(
+            sharded.shape, sharded.device_mesh, sharded.placements
+        )
+        return (
+            Part(sharded._local_tensor, tuple(offset))
+            if tuple(sharded._local_tensor.shape) == tuple(shape)
+            else None
+        )
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        # The DTensor itself is not copied or moved. Its local part is read, and gathered, or wrapped in a new DTensor.
+        # The DTensor itself is not copied or moved. Its local part is read, and gathered, or
+        # wrapped in a new DTensor.
         sharded = self._tensor
-        if (group := self._even_rows()) is not None:  # DTensor's own way takes several times as long for a small weight
+        # DTensor's own way takes several times as long for a small weight
+        if (group := self._even_rows()) is not None:
             full = self._gathered(reader, dtype, group)
         else:
             (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
             full = (
                 type(sharded)
-                .from_local(local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
+                .from_local(
+                    local,
+                    sharded.device_mesh,
+                    sharded.placements,
+                    run_check=False,
+                    shape=sharded.shape,
+                    stride=sharded.stride(),
+                )
                 .full_tensor()
             )
         if full.dtype is torch.uint8:
@@ -206,7 +273,11 @@ class ShardedWeight(Weight):
 
     def _gathered(self, reader: Reader, dtype: torch.dtype, group: Any) -> torch.Tensor:
         local = self._tensor._local_tensor
-        read = reader.read(local, dtype) if id(local) in reader.fetched else reader.fill(self._own_rows(reader, dtype), local.detach())
+        read = (
+            reader.read(local, dtype)
+            if id(local) in reader.fetched
+            else reader.fill(self._own_rows(reader, dtype), local.detach())
+        )
         full, self._all_rows = self._all_rows, None
         if full is None or full.dtype is not dtype:  # the same rows were fetched for another weight
             full = torch.empty(self.shape, dtype=dtype, device=reader.device)
@@ -218,22 +289,35 @@ class ShardedWeight(Weight):
         return full
 
     def _even_rows(self) -> Any:
-        """The process group over which each rank has as many rows as the others, if that is how the weight is cut."""
+        """The process group over which each rank has as many rows as the others, if that is how the
+        weight is cut."""
         mesh, placements = self._tensor.device_mesh, self._tensor.placements
         cut = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
-        if len(cut) != 1 or self.is_wrapper or type(placements[cut[0]]) is not sys.modules["torch.distributed.tensor"].Shard:
+        if (
+            len(cut) != 1
+            or self.is_wrapper
+            or type(placements[cut[0]]) is not sys.modules["torch.distributed.tensor"].Shard
+        ):
             return None
         is_even = placements[cut[0]].dim == 0 and self.shape[0] % mesh.size(cut[0]) == 0
         return mesh.get_group(cut[0]) if is_even and mesh.size(cut[0]) > 1 else None
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         sharded = self._tensor
-        if self.problem is not None or any(placement.is_partial() for placement in sharded.placements):
-            raise ValueError(self.problem or "is a sum over ranks, so that no rank knows which part to write")
+        if self.problem is not None or any(
+            placement.is_partial() for placement in sharded.placements
+        ):
+            raise ValueError(
+                self.problem or "is a sum over ranks, so that no rank knows which part to write"
+            )
         into, out_of = _copyable(sharded._local_tensor, value)
         distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
         # Every rank has the full value, and takes its part out of it.
-        return lambda: into.copy_(distribute(out_of, sharded.device_mesh, sharded.placements, src_data_rank=None)._local_tensor)
+        return lambda: into.copy_(
+            distribute(
+                out_of, sharded.device_mesh, sharded.placements, src_data_rank=None
+            )._local_tensor
+        )
 
 
 def _own(rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -243,26 +327,38 @@ def _own(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's value in torch's own memory. For a wrapper (quantised): the same wrapper around the values read, not cast to `dtype`."""
+    """A tensor's value in torch's own memory. For a wrapper (quantised): the same wrapper around
+    the values read, not cast to `dtype`."""
     if type(tensor) in PLAIN_TYPES:
         return reader.read(tensor, dtype)
     wrapper: Any = tensor
     return rewrapped(wrapper, lambda part: reader.read(part, part.dtype))
 
 
-def parts_read(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
-    """The plain tensors that `read_parts` reads, and functions that take memory for their values."""
-    return ((part, functools.partial(reader.target, part, dtype if part is tensor else part.dtype)) for _, part in parts_of(tensor, ""))
+def parts_read(
+    reader: Reader, tensor: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    """The plain tensors that `read_parts` reads, and functions that take memory for their
+    values."""
+    return (
+        (part, functools.partial(reader.target, part, dtype if part is tensor else part.dtype))
+        for _, part in parts_of(tensor, "")
+    )
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:
     """The `Weight` for a parameter or buffer."""
     sharded = loaded_class("torch.distributed.tensor", "DTensor")
-    return ShardedWeight(tensor) if sharded is not None and isinstance(tensor, sharded) else LocalWeight(tensor)
+    return (
+        ShardedWeight(tensor)
+        if sharded is not None and isinstance(tensor, sharded)
+        else LocalWeight(tensor)
+    )
 
 
 class Computation(abc.ABC):
-    """Computes several results at once. All are made when the first is asked for, and each is kept until it is."""
+    """Computes several results at once. All are made when the first is asked for, and each is kept
+    until it is."""
 
     _values: dict[str, torch.Tensor] | None = None
 
@@ -294,9 +390,18 @@ class ComputedWeight(Weight):
 
     @property
     def problem(self) -> str | None:
-        return next((problem for weight in self._computation.inputs() if (problem := weight.problem) is not None), None)
+        return next(
+            (
+                problem
+                for weight in self._computation.inputs()
+                if (problem := weight.problem) is not None
+            ),
+            None,
+        )
 
-    def targets(self, reader: Reader, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    def targets(
+        self, reader: Reader, dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
         for weight in self._computation.inputs():
             yield from weight.targets(reader, weight.dtype)
 

@@ -1,29 +1,38 @@
 """How ranks change phase together: all of them, or none.
 
-One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
+One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE
+write-once decision:
 
-1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
-   Ranks whose plans may differ then compare what merely stays on their devices; what does not stay on all of them leaves.
+1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the
+  basis: the least budget.
+   Ranks whose plans may differ then compare what merely stays on their devices; what does not stay
+   on all of them leaves.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
-3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
-4. obey: each rank waits for the decision, and obeys it even if it claimed the opposite. A rank that runs out of time claims ABORT.
+3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and
+  equal.
+4. obey: each rank waits for the decision, and obeys it even if it claimed the opposite. A rank that
+  runs out of time claims ABORT.
    Every rank raises the reasons of the decision; one that failed after it was made adds its own.
 
-Where engines move, a phase transition has up to three epochs: engines leave, the other handles move, engines load. A rank that has no
-engine to move takes part in all of them: the decision says which stage all ranks have reached, and whether engines are to be loaded.
+Where engines move, a phase transition has up to three epochs: engines leave, the other handles
+move, engines load. A rank that has no engine to move takes part in all of them: the decision says
+which stage all ranks have reached, and whether engines are to be loaded.
 
-A rank that skipped a phase transition falls behind: the others give that epoch up at their deadline. When the late rank enters its
-next phase, it passes over what was given up for its sake, and proposes in the open epoch. It never passes over a committed epoch,
-because COMMIT takes all votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other rank.
+A rank that skipped a phase transition falls behind: the others give that epoch up at their
+deadline. When the late rank enters its next phase, it passes over what was given up for its sake,
+and proposes in the open epoch. It never passes over a committed epoch, because COMMIT takes all
+votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other rank.
 
-Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at a time and is woken by either. A basis that
-holds a budget proves that all ranks have left every earlier epoch. Only then are the keys of earlier epochs deleted, because a
-stopped rank may come back and ask for the decision.
+Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at a time and
+is woken by either. A basis that holds a budget proves that all ranks have left every earlier epoch.
+Only then are the keys of earlier epochs deleted, because a stopped rank may come back and ask for
+the decision.
 
-A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A rank
-that is interrupted after its vote goes back alone; if the decision was COMMIT, it ends the next epoch. A restarted process finds its
-rank's place taken, ends the open epoch, and stays outside.
-The protocol's models are tests/model/barrier.pml, and stages.pml for phase transitions with engines.
+A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must
+neither enter nor go back. A rank that is interrupted after its vote goes back alone; if the
+decision was COMMIT, it ends the next epoch. A restarted process finds its rank's place taken, ends
+the open epoch, and stays outside. The protocol's models are tests/model/barrier.pml, and stages.pml
+for phase transitions with engines.
 """
 
 from __future__ import annotations
@@ -48,15 +57,23 @@ from placement.core.states import Plan
 DEADLINE_SECONDS = 600.0  # the default deadline: as long as torch's collectives wait for NCCL
 MAX_BYTES = 1 << 20  # the longest message
 _MAX_TEXT, _ALL_TEXTS = 2_000, 100_000
-"""The most characters of one reason, and of all reasons in one message: thousands of ranks may fail at once."""
-_POLL_SECONDS = (0.0005, 0.05)  # pause between two looks at what all ranks write: the first pause, and the longest
+"""The most characters of one reason, and of all reasons in one message: thousands of ranks may fail
+at once."""
+# pause between two looks at what all ranks write: the first pause, and the longest
+_POLL_SECONDS = (0.0005, 0.05)
 _ANOTHER_PLAN = "has another plan"
-_ABOUT_PLANS = ". Begin the step again. If that does not help, the ranks' policies, settings or registrations differ"
+_ABOUT_PLANS = (
+    ". Begin the step again. If that does not help, the ranks' policies, settings or registrations "
+    "differ"
+)
 _RESTARTED = "was restarted, and knows nothing of what the others hold"
-_REJOIN = "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
+_REJOIN = (
+    "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
+)
 
 Stage = Literal["engines left", "moved", "engines loaded"]
-"""How far a phase transition has come. Only ranks whose engines move have a first and a last stage."""
+"""How far a phase transition has come. Only ranks whose engines move have a first and a last
+stage."""
 _STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
@@ -65,10 +82,12 @@ class BoardLost(Exception):
 
 
 class Board(abc.ABC):
-    """A small key-value store that all ranks see. `put` overwrites a value; `claim` writes a key once and for all.
+    """A small key-value store that all ranks see. `put` overwrites a value; `claim` writes a key
+    once and for all.
 
-    Every call is idempotent: a call whose answer was lost may be made again. Each call may raise `BoardLost`, and then it is unknown
-    whether it took effect. No call blocks for ever: a board that does not answer counts as lost. A value has at most 1 MiB.
+    Every call is idempotent: a call whose answer was lost may be made again. Each call may raise
+    `BoardLost`, and then it is unknown whether it took effect. No call blocks for ever: a board
+    that does not answer counts as lost. A value has at most 1 MiB.
     """
 
     @abc.abstractmethod
@@ -77,7 +96,8 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, key: str, value: bytes) -> bytes:
-        """Write `value` if the key has none, and return the key's value. All ranks get the same value, for ever."""
+        """Write `value` if the key has none, and return the key's value. All ranks get the same
+        value, for ever."""
 
     @abc.abstractmethod
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
@@ -112,11 +132,13 @@ class Message(BaseModel):
 class Proposal(Message):
     """The action that a rank is about to take. It is written before the rank asks its policy."""
 
-    action: str  # for example "enter train only=actor" or "leave train"; must be the same on all ranks
+    # for example "enter train only=actor" or "leave train"; must be the same on all ranks
+    action: str
     budget_bytes: int = Field(ge=0)
     plans_may_differ: bool = False
     whereabouts: str = Field(default="", max_length=64)
-    """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
+    """A digest of the sizes of the rank's handles and of where they are, on which policies may base
+    their plans."""
 
 
 class Basis(Message):
@@ -124,7 +146,8 @@ class Basis(Message):
 
     budget_bytes: int = Field(ge=0)  # the least budget of all ranks, which each plan has to fit
     budget_rank: int = Field(default=0, ge=0)  # the rank that has it
-    compares_plans: bool = False  # whether one rank says that plans may differ, or the handles differ in size or place
+    # whether one rank says that plans may differ, or the handles differ in size or place
+    compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
 
 
@@ -141,8 +164,10 @@ class Decision(Message):
 
     verdict: Literal["commit", "abort"]
     stage: Stage = "moved"
-    """COMMIT: the stage that all ranks have reached. A rank that voted for a later one votes for it again, in the next epoch."""
-    lacks_engines: bool = False  # COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks.
+    """COMMIT: the stage that all ranks have reached. A rank that voted for a later one votes for it
+    again, in the next epoch."""
+    # COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks.
+    lacks_engines: bool = False
     failures: dict[int, str] = Field(default_factory=dict)
     is_late: bool = False  # whether the others have waited for the failed ranks in vain
 
@@ -151,13 +176,16 @@ _M = TypeVar("_M", bound=Message)
 
 
 def decode(kind: type[_M], value: bytes) -> _M:
-    """Decode a message. Raises ValueError if it is too long, is not JSON, or does not fit the schema."""
+    """Decode a message. Raises ValueError if it is too long, is not JSON, or does not fit the
+    schema."""
     if len(value) > MAX_BYTES:
         raise ValueError(f"a message has {len(value):,} bytes; the limit is {MAX_BYTES:,}")
     try:
         return kind.model_validate_json(value)
     except ValidationError as error:
-        raise ValueError(f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}") from error
+        raise ValueError(
+            f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}"
+        ) from error
 
 
 def abort(failures: Mapping[int, str], *, is_late: bool = False) -> Decision:
@@ -168,8 +196,11 @@ def abort(failures: Mapping[int, str], *, is_late: bool = False) -> Decision:
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
-    """Cut a text, and replace unprintable characters: an exception's text may be long, or hold a file name that is not Unicode."""
-    clean = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit])
+    """Cut a text, and replace unprintable characters: an exception's text may be long, or hold a
+    file name that is not Unicode."""
+    clean = "".join(
+        char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit]
+    )
     return clean if len(text) <= limit else f"{clean[:-1]}…"
 
 
@@ -187,34 +218,56 @@ class Group:
     Args:
         board: the board that all ranks see.
         rank: the rank of this process, 0 to world_size - 1.
-        deadline_seconds: the limit of each wait, on the monotonic clock. It must cover how far ranks drift apart between two phase
+        deadline_seconds: the limit of each wait, on the monotonic clock. It must cover how far
+        ranks drift apart between two phase
             transitions, for example a rollout that takes one rank minutes longer.
-        generation: number of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
+        generation: number of the membership. After a restart of any rank all ranks make a group of
+        a new generation, see `Manager.rejoin`.
 
     Raises:
-        GroupError: this rank's place is taken: the process was restarted, and the others do not know the new process.
-        CoordinatorLost: the board does not answer.
+        GroupError: this rank's place is taken: the process was restarted, and the others do not
+        know the new process. CoordinatorLost: the board does not answer.
         ValueError: the rank is outside the world, or the deadline is not a positive number.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        deadline_seconds: float,
+        generation: int = 0,
+    ) -> None:
         check_place(rank, world_size, deadline_seconds)
-        self.rank, self.world_size, self.deadline_seconds, self.generation = rank, world_size, deadline_seconds, generation
+        self.rank, self.world_size, self.deadline_seconds, self.generation = (
+            rank,
+            world_size,
+            deadline_seconds,
+            generation,
+        )
         self._board = board
         self._prefix = f"placement/g{generation}"
         self.epoch = 0  # the number of the next change
         self.agreed_epoch = -1  # the number of the last change on which all ranks agreed
-        self.is_in_doubt = False  # whether a decision could not be read. If so, this rank may not take part any more.
-        self.plans_may_differ = False  # whether a change has failed, a rank was restarted, or this one has given up a handle
+        # whether a decision could not be read. If so, this rank may not take part any more.
+        self.is_in_doubt = False
+        # whether a change has failed, a rank was restarted, or this one has given up a handle
+        self.plans_may_differ = False
         self.whereabouts = ""
-        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
-        self.compares_plans = False  # whether the ranks compare what stays on their devices before they move, in the present change
-        self._keys: list[tuple[int, str]] = []  # the keys on the board that this rank has to delete, each with its epoch
+        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests
+        differ compare their plans."""
+        # whether the ranks compare what stays on their devices before they move, in the present
+        # change
+        self.compares_plans = False
+        # the keys on the board that this rank has to delete, each with its epoch
+        self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
             self._join()
 
     def _join(self) -> None:
-        """Take this rank's place. A restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
+        """Take this rank's place. A restarted process finds it taken, and ends the epoch that its
+        predecessor is missing in."""
         mine = secrets.token_hex(8).encode()
         if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
             return
@@ -223,12 +276,16 @@ class Group:
         own = abort({self.rank: _RESTARTED})
         while self._claim(own) != own:
             self.epoch += 1  # that epoch was decided without this rank; try to end the next one
-        raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}", {self.rank: _RESTARTED})
+        raise GroupError(
+            f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}",
+            {self.rank: _RESTARTED},
+        )
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> Basis:
         """Begin a change. Returns what all ranks base their plans on.
 
-        With `catches_up` it passes over epochs that the others gave up because this rank did not come.
+        With `catches_up` it passes over epochs that the others gave up because this rank did not
+        come.
 
         Raises:
             GroupError: another rank does something else, failed, or did not come in time.
@@ -238,7 +295,12 @@ class Group:
             raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
         with self._reaching_the_board(action):
             readable = action.encode("utf-8", "backslashreplace").decode()
-            own = Proposal(action=readable, budget_bytes=budget_bytes, plans_may_differ=self.plans_may_differ, whereabouts=self.whereabouts)
+            own = Proposal(
+                action=readable,
+                budget_bytes=budget_bytes,
+                plans_may_differ=self.plans_may_differ,
+                whereabouts=self.whereabouts,
+            )
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
                 self._put("proposal", own.encode())
@@ -249,15 +311,23 @@ class Group:
                     self._forget_earlier()
                     self.compares_plans = found.compares_plans
                     return found
-                decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
+                decision = (
+                    found
+                    if isinstance(found, Decision)
+                    else self._claim(abort({self.rank: "found the epoch over"}))
+                )
                 if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
-                logger.warning("rank %d came too late for a phase transition, which the others gave up; it goes on with them", self.rank)
+                logger.warning(
+                    "rank %d came too late for a phase transition, which the others gave up; it "
+                    "goes on with them",
+                    self.rank,
+                )
                 self._enter_next_epoch()
 
     def exchange_texts(self, what: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
-        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns those of these ranks in their order;
-        None: of all ranks.
+        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns
+        those of these ranks in their order; None: of all ranks.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -273,16 +343,21 @@ class Group:
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         """Vote after everything is prepared, and wait for the decision.
 
-        `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once all have moved. Returns the
-        decision COMMIT, with the stage that all ranks have reached, which may be an earlier one.
+        `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once
+        all have moved. Returns the decision COMMIT, with the stage that all ranks have reached,
+        which may be an earlier one.
 
         Raises:
-            GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
-            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and enter nothing.
+            GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go
+            back. CoordinatorLost: the decision cannot be read. The caller must keep what it
+            prepared and enter nothing.
         """
         with self._reaching_the_board("agree", in_doubt=True):
             deadline = time.monotonic() + self.deadline_seconds
-            self._put("vote", Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines).encode())
+            self._put(
+                "vote",
+                Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines).encode(),
+            )
             if self.rank == 0:
                 self._count_votes(deadline)
             decision = self._awaited(Decision, "vote", deadline)
@@ -292,8 +367,11 @@ class Group:
             self._enter_next_epoch()
             return decision
 
-    def abort(self, error: BaseException, *, blames: Mapping[int, str] | None = None) -> GroupError | None:
-        """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.
+    def abort(
+        self, error: BaseException, *, blames: Mapping[int, str] | None = None
+    ) -> GroupError | None:
+        """End the epoch for all ranks, because this rank cannot do its part. Not for errors that
+        this group raised: every rank has those.
 
         Args:
             blames: the failed ranks with reasons, where the failure is another rank's.
@@ -311,11 +389,14 @@ class Group:
                 decision = self._claim(own)
                 if decision.verdict == "abort":
                     return self._end(decision, own.failures)
-                self._enter_next_epoch()  # interrupted after its vote: the others have entered, so this rank ends the next change
+                # interrupted after its vote: the others have entered, so this rank ends the next
+                # change
+                self._enter_next_epoch()
 
     @property
     def is_decided(self) -> bool:
-        """Whether the present change has ended for all ranks without this one, or the board does not answer. Does not wait."""
+        """Whether the present change has ended for all ranks without this one, or the board does
+        not answer. Does not wait."""
         try:
             return self._board.look([self._key("decision")]) is not None
         except BoardLost:
@@ -326,20 +407,33 @@ class Group:
         if (proposals := self._messages(Proposal, "proposal", deadline)) is None:
             return
         action = proposals[0].action
-        if others := {rank: f"is about to {each.action}" for rank, each in enumerate(proposals) if each.action != action}:
+        if others := {
+            rank: (f"is about to {each.action}")
+            for rank, each in enumerate(proposals)
+            if each.action != action
+        }:
             self._claim(abort({0: f"is about to {action}", **others}))
             return
         least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-        may_differ = len({each.whereabouts for each in proposals}) > 1 or any(each.plans_may_differ for each in proposals)
-        self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode())
+        may_differ = len({each.whereabouts for each in proposals}) > 1 or any(
+            each.plans_may_differ for each in proposals
+        )
+        self._board.claim(
+            self._key("basis"),
+            Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode(),
+        )
 
     def _count_votes(self, deadline: float) -> None:
         """Rank 0's part of `agree`."""
         if (votes := self._messages(Vote, "vote", deadline)) is None:
             return
-        different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != votes[0].digest}
+        different = {
+            rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != votes[0].digest
+        }
         stage = min((vote.stage for vote in votes), key=_STAGES.index)
-        commit = Decision(verdict="commit", stage=stage, lacks_engines=any(vote.lacks_engines for vote in votes))
+        commit = Decision(
+            verdict="commit", stage=stage, lacks_engines=any(vote.lacks_engines for vote in votes)
+        )
         self._claim(abort(different) if different else commit)
 
     def _messages(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
@@ -355,8 +449,11 @@ class Group:
                 return None
         return said
 
-    def _of_all(self, what: str, deadline: float, ranks: Sequence[int] | None = None) -> list[bytes] | Decision:
-        """The values of these ranks; the decision if the epoch has been decided, which this rank does itself at the deadline."""
+    def _of_all(
+        self, what: str, deadline: float, ranks: Sequence[int] | None = None
+    ) -> list[bytes] | Decision:
+        """The values of these ranks; the decision if the epoch has been decided, which this rank
+        does itself at the deadline."""
         keys, decision = [*self._keys_of(what, ranks).values()], [self._key("decision")]
         for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
             if (found := self._board.look(keys)) is not None:
@@ -366,15 +463,18 @@ class Group:
         return self._give_up(what, self._missing(what, ranks))
 
     def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
-        """The message that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
+        """The message that rank 0 writes once all ranks have written `what`. At the deadline this
+        rank ends the epoch: the decision."""
         key, missing = self._key(kind.__name__.lower()), []
         found = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
-        if found is None and not (missing := self._missing(what)):  # the last rank has just written, and rank 0 is about to answer
+        # the last rank has just written, and rank 0 is about to answer
+        if found is None and not (missing := self._missing(what)):
             found = self._board.wait(key, min(0.1 * self.deadline_seconds, 1.0))
         return self._give_up(what, missing) if found is None else decode(kind, found)
 
     def _give_up(self, what: str, missing: list[int]) -> Decision:
-        """End the epoch at the deadline. Blames the ranks that have not written `what`; if all have, rank 0."""
+        """End the epoch at the deadline. Blames the ranks that have not written `what`; if all
+        have, rank 0."""
         said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
         return self._claim(abort(dict.fromkeys(missing or [0], said), is_late=True))
 
@@ -392,20 +492,34 @@ class Group:
         return stands
 
     def _end(self, decision: Decision, own: Mapping[int, str] = MappingProxyType({})) -> GroupError:
-        """Leave an epoch that ended with ABORT. Returns the error that this rank raises, with its `own` reason if it has failed, too."""
+        """Leave an epoch that ended with ABORT. Returns the error that this rank raises, with its
+        `own` reason if it has failed, too."""
         if decision.verdict == "commit":
-            raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
+            raise ValueError(
+                "the ranks committed without this one: another process uses its rank in the same "
+                "generation"
+            )
         failures = dict(sorted({**own, **decision.failures}.items()))
-        self.plans_may_differ = True  # a step that some ranks have begun and others have not leaves them with different handles
+        # a step that some ranks have begun and others have not leaves them with different handles
+        self.plans_may_differ = True
         self._enter_next_epoch()
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        advice = f". A phase can only succeed again when you {_REJOIN}" if _RESTARTED in failures.values() else ""
+        advice = (
+            (f". A phase can only succeed again when you {_REJOIN}")
+            if _RESTARTED in failures.values()
+            else ""
+        )
         advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
-        return GroupError(f"the ranks did not change phase together, so all went back: {reasons}{advice}", failures)
+        return GroupError(
+            f"the ranks did not change phase together, so all went back: {reasons}{advice}",
+            failures,
+        )
 
     def _enter_next_epoch(self) -> None:
-        # Written first: until then an interrupt belongs to the epoch that this rank has not left yet.
-        with suppress(BoardLost):  # a decision that was read is obeyed; only a process that replaces this one reads this key
+        # Written first: until then an interrupt belongs to the epoch that this rank has not left
+        # yet. a decision that was read is obeyed; only a process that replaces this one reads this
+        # key
+        with suppress(BoardLost):
             self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
         if self.rank == 0:
             self._keys += [(self.epoch, self._key(what)) for what in ("basis", "decision")]
@@ -428,7 +542,10 @@ class Group:
         return f"{self._prefix}/e{self.epoch}/{what}"
 
     def _keys_of(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        return {rank: f"{self._key(what)}/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)}
+        return {
+            rank: f"{self._key(what)}/{rank}"
+            for rank in (range(self.world_size) if ranks is None else ranks)
+        }
 
     @contextmanager
     def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:
@@ -436,16 +553,24 @@ class Group:
             yield
         except (BoardLost, ValueError) as error:
             self.is_in_doubt = True
-            kept = "the prepared move is kept, and no phase was entered" if in_doubt else "nothing was entered"
+            kept = (
+                ("the prepared move is kept, and no phase was entered")
+                if in_doubt
+                else "nothing was entered"
+            )
             raise CoordinatorLost(
-                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}. To go on, {_REJOIN}"
+                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; "
+                f"{kept}. To go on, {_REJOIN}"
             ) from error
 
 
 def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
-    """Raise ValueError if the rank is outside the world, or the deadline is not a positive finite number."""
+    """Raise ValueError if the rank is outside the world, or the deadline is not a positive finite
+    number."""
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size} ranks; give 0 to {world_size - 1}")
+        raise ValueError(
+            f"rank {rank} is outside a world of {world_size} ranks; give 0 to {world_size - 1}"
+        )
     if not 0 < deadline_seconds < math.inf:
         raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
 

@@ -15,36 +15,54 @@ from placement.core.interrupts import BoundedCalls
 from placement.group.protocol import DEADLINE_SECONDS, Board, BoardLost, Group, check_place
 
 _ANSWER_SECONDS = 60.0
-"""The limit for one call. A live store answers in a fraction of a millisecond, or in seconds when thousands of ranks ask at once."""
+"""The limit for one call. A live store answers in a fraction of a millisecond, or in seconds when
+thousands of ranks ask at once."""
 _FIRST_PAUSE_SECONDS = 0.0005
-_LOOKS_PER_SECOND = 20_000.0  # the rate of looks of all ranks together while they wait. A TCPStore can answer many times more.
+# the rate of looks of all ranks together while they wait. A TCPStore can answer many times more.
+_LOOKS_PER_SECOND = 20_000.0
 _T = TypeVar("_T")
 
 
 class StoreBoard(Board):
-    """A `torch.distributed.Store` as a board. It uses a connection of its own, so its calls and those of others do not wait for each other.
-    `answer_seconds`: the limit of one call; after a longer one the board counts as lost.
-    `looks_per_second`: how often, in the long run, to look for an awaited value."""
+    """A `torch.distributed.Store` as a board. It uses a connection of its own, so its calls and
+    those of others do not wait for each other. `answer_seconds`: the limit of one call; after a
+    longer one the board counts as lost. `looks_per_second`: how often, in the long run, to look for
+    an awaited value."""
 
-    def __init__(self, store: Store, *, answer_seconds: float = _ANSWER_SECONDS, looks_per_second: float = 100.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        answer_seconds: float = _ANSWER_SECONDS,
+        looks_per_second: float = 100.0,
+    ) -> None:
         self._calls = BoundedCalls("placement-store", answer_seconds)
         self._longest_pause = 1 / looks_per_second
         self._given = self._store = store
-        """Held because a serving TCPStore stops its server when it dies, and the new connection does not keep it alive."""
+        """Held because a serving TCPStore stops its server when it dies, and the new connection
+        does not keep it alive."""
         self._store = self._reach(store.clone)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: bytes) -> None:
         self._reach(lambda: self._store.set(key, value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        # torch writes only if the key is missing when the expected value is empty, and returns the key's value afterwards.
+        # torch writes only if the key is missing when the expected value is empty, and returns the
+        # key's value afterwards.
         return self._reach(lambda: bytes(self._store.compare_set(key, "", value.decode())))
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self._reach(lambda: [bytes(value) for value in self._store.multi_get(list(keys))] if self._store.check(list(keys)) else None)
+        return self._reach(
+            lambda: (
+                [bytes(value) for value in self._store.multi_get(list(keys))]
+                if self._store.check(list(keys))
+                else None
+            )
+        )
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it ends only when the store answers.
+        # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it
+        # ends only when the store answers.
         for _ in interrupts.looks(seconds, _FIRST_PAUSE_SECONDS, self._longest_pause):
             if (found := self.look([key])) is not None:
                 return found[0]
@@ -56,29 +74,45 @@ class StoreBoard(Board):
     def _reach(self, call: Callable[[], _T]) -> _T:
         try:
             return self._calls(call)
-        except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError, DistStoreError, DistTimeoutError and plain ones
-            raise BoardLost(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
+        # torch's DistNetworkError, DistStoreError, DistTimeoutError and plain ones
+        except (RuntimeError, TimeoutError) as error:
+            raise BoardLost(
+                f"the store does not answer: {str(error).partition(chr(10))[0]}"
+            ) from error
 
 
 class StoreGroup(Group):
     """A group of ranks over a torch.distributed store.
 
     Args:
-        store: a store that all ranks see. `torch.distributed.distributed_c10d._get_default_store()` after init_process_group, or your
+        store: a store that all ranks see. `torch.distributed.distributed_c10d._get_default_store()`
+        after init_process_group, or your
             own. No other library may write `placement/...` keys to it.
         rank, world_size, deadline_seconds, generation: see `Group`.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, deadline_seconds: float = DEADLINE_SECONDS, *, generation: int = 0
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        *,
+        generation: int = 0,
     ) -> None:
         check_place(rank, world_size, deadline_seconds)
         looks_per_second = min(max(_LOOKS_PER_SECOND / world_size, 1.0), 200.0)
         try:
-            board = StoreBoard(store, answer_seconds=min(_ANSWER_SECONDS, deadline_seconds), looks_per_second=looks_per_second)
+            board = StoreBoard(
+                store,
+                answer_seconds=min(_ANSWER_SECONDS, deadline_seconds),
+                looks_per_second=looks_per_second,
+            )
         except BoardLost as error:
             raise CoordinatorLost(f"rank {rank} cannot reach the group (join): {error}") from error
-        super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
+        super().__init__(
+            board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation
+        )
 
 
 def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECONDS) -> StoreGroup:
@@ -95,16 +129,23 @@ def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECON
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [each for each in names if not os.environ.get(each)]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store of your own")
+        raise ValueError(
+            f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store "
+            "of your own"
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=deadline_seconds)
-    # torchrun's agent usually serves the store on that port. Else rank 0 serves it here, or already does since init_process_group.
+    # torchrun's agent usually serves the store on that port. Else rank 0 serves it here, or already
+    # does since init_process_group.
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, None, is_server, timeout, multi_tenant=True)
     except RuntimeError as error:
-        raise ValueError(f"cannot reach a store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}") from error
+        raise ValueError(
+            f"cannot reach a store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+            f"{error}"
+        ) from error
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     named = PrefixStore(name, store) if name else store
     return StoreGroup(named, rank, world_size, deadline_seconds, generation=generation)

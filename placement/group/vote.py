@@ -14,15 +14,18 @@ from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
 
-_TOLD = "_placement_told"  # the attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`
+# the attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`
+_TOLD = "_placement_told"
 Agree = Callable[[Plan, Stage, bool], Decision]  # asks the other ranks to agree, see `Group.agree`
 
 _ALL_HAVE_LEFT = Plan({})
-"""The plan for which ranks vote that have left a phase, where their plans may differ. The next entry makes these equal."""
+"""The plan for which ranks vote that have left a phase, where their plans may differ. The next
+entry makes these equal."""
 
 
 class OtherBudgetError(DeviceMemoryError):
-    """A plan does not fit the budget of another rank of the group, which `blames` names with the reason."""
+    """A plan does not fit the budget of another rank of the group, which `blames` names with the
+    reason."""
 
     blames: Mapping[int, str]
 
@@ -32,17 +35,23 @@ class _Epoch:
     """The epoch of one phase transition, as this rank knows it."""
 
     catches_up: bool = False
-    """Whether this rank is about to enter its first phase and has not proposed yet, so that it may have skipped phase transitions."""
-    is_over: bool = False  # whether the epoch has ended for all ranks. They need not hear of later errors of this rank.
+    """Whether this rank is about to enter its first phase and has not proposed yet, so that it may
+    have skipped phase transitions."""
+    # whether the epoch has ended for all ranks. They need not hear of later errors of this rank.
+    is_over: bool = False
     has_left: bool = False  # whether it has ended because all have left the phase
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome."""
+    """The phase transitions of one manager as its group sees them. Each uses one epoch on every
+    rank, whatever its outcome."""
 
     def __init__(self, group: Group) -> None:
         if getattr(group, "propose", None) is None:
-            raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
+            raise ValueError(
+                "group must be a placement.group.StoreGroup or another placement.group.Group, not "
+                f"{group!r}"
+            )
         self.group = group
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
@@ -50,54 +59,79 @@ class GroupVote:
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:
-        """The vote in a group that replaces one whose state is unknown. Raises ValueError: `group` is not a group, or it is in doubt."""
+        """The vote in a group that replaces one whose state is unknown. Raises ValueError: `group`
+        is not a group, or it is in doubt."""
         vote = cls(group)
         if group.is_in_doubt:
-            raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
-        group.plans_may_differ = True  # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
+            raise ValueError(
+                "this group could not read a decision and is unusable: make a new group on all "
+                "ranks, with a new generation"
+            )
+        # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
+        group.plans_may_differ = True
         return vote
 
     @contextlib.contextmanager
-    def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
-        """Context of one phase transition. `failed` ends its epoch once, however often it is called inside.
-        `catches_up`: the first phase is entered. `error`: the exception with which a phase is left, if any."""
-        self._epoch = _Epoch(catches_up=catches_up, is_over=error is not None and self._is_told(error))
+    def attempt(
+        self, *, catches_up: bool = False, error: BaseException | None = None
+    ) -> Iterator[None]:
+        """Context of one phase transition. `failed` ends its epoch once, however often it is called
+        inside. `catches_up`: the first phase is entered. `error`: the exception with which a phase
+        is left, if any."""
+        self._epoch = _Epoch(
+            catches_up=catches_up, is_over=error is not None and self._is_told(error)
+        )
         try:
             yield
         finally:
             self._epoch = None
 
     def propose(
-        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_whereabouts: Callable[[], Mapping[str, Any]] | None = None
+        self,
+        action: str,
+        ask_budget: Callable[[], int] = lambda: 0,
+        ask_whereabouts: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Basis:
-        """Propose an entry or a switch before its plan is made, or a further step of it after the one before was agreed. Returns what all
-        ranks base their plans on.
-        `ask_whereabouts`: returns the bytes of each handle and where they are; None: as told the last time."""
+        """Propose an entry or a switch before its plan is made, or a further step of it after the
+        one before was agreed. Returns what all ranks base their plans on.
+        `ask_whereabouts`: returns the bytes of each handle and where they are; None: as told the
+        last time."""
         if ask_whereabouts is not None:
-            self.group.whereabouts = hashlib.sha256(json.dumps(ask_whereabouts(), sort_keys=True).encode()).hexdigest()
+            self.group.whereabouts = hashlib.sha256(
+                json.dumps(ask_whereabouts(), sort_keys=True).encode()
+            ).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             epoch = self._current
             catches_up, epoch.catches_up = epoch.catches_up, False
             return self.group.propose(action, ask_budget(), catches_up=catches_up)
 
-    def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
+    def in_common(
+        self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]
+    ) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
         """The handles that stay on every rank's device, and those that any rank streams.
-        `staying`: those that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has ""."""
+        `staying`: those that merely stay on this rank's device, an engine once for each of its
+        tags; a handle without tags has ""."""
         with self._hearing():
-            told = self.group.exchange_texts("plan", json.dumps([sorted(staying), sorted(streamed)]))
+            told = self.group.exchange_texts(
+                "plan", json.dumps([sorted(staying), sorted(streamed)])
+            )
         plans = [json.loads(each) for each in told]
-        stays = frozenset.intersection(*(frozenset((name, tag) for name, tag in staying) for staying, _ in plans))
+        stays = frozenset.intersection(
+            *(frozenset((name, tag) for name, tag in staying) for staying, _ in plans)
+        )
         return stays, frozenset().union(*(streamed for _, streamed in plans))
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
-        """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`."""
+        """Ask the other ranks to agree, after every move is made and while each can still be
+        undone. See `Group.agree`."""
         with self._hearing():
             return self.group.agree(plan, stage, lacks_engines)
 
     def failed(self, error: BaseException) -> GroupError | None:
-        """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended. Returns the error to raise
-        in place of `error`; None to raise `error` itself."""
+        """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
+        it has ended. Returns the error to raise in place of `error`; None to raise `error`
+        itself."""
         epoch = self._current
         if self._is_told(error) or epoch.has_left:
             return None
@@ -119,12 +153,16 @@ class GroupVote:
         return told if isinstance(error, Exception) else None
 
     def all_leave(self, error: BaseException | None) -> bool:
-        """Whether all ranks leave a phase now: after no error, or after one that all of them have raised."""
+        """Whether all ranks leave a phase now: after no error, or after one that all of them have
+        raised."""
         return error is None or self._is_told(error)
 
-    def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
-        """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far. Returns
-        `failures`, and the group's error if there is one. `error`: the user's exception that is propagating."""
+    def left(
+        self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None
+    ) -> list[Exception]:
+        """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns
+        whether all came this far. Returns `failures`, and the group's error if there is one.
+        `error`: the user's exception that is propagating."""
         try:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
@@ -137,8 +175,10 @@ class GroupVote:
         return failures
 
     def abandoned(self, name: str) -> None:
-        """Report that a phase was dropped while open, so that the other ranks do not wait for this one."""
-        epoch, self._epoch = self._epoch, None  # the report takes an epoch of its own, even during another phase transition
+        """Report that a phase was dropped while open, so that the other ranks do not wait for this
+        one."""
+        # the report takes an epoch of its own, even during another phase transition
+        epoch, self._epoch = self._epoch, None
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"))
         finally:
@@ -155,7 +195,8 @@ class GroupVote:
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Note errors that the group raises inside: GroupError, after which the caller goes back, and CoordinatorLost."""
+        """Note errors that the group raises inside: GroupError, after which the caller goes back,
+        and CoordinatorLost."""
         try:
             yield
         except (GroupError, CoordinatorLost) as told:
@@ -163,11 +204,13 @@ class GroupVote:
             raise
 
     def _is_told(self, error: BaseException) -> bool:
-        """Whether the other ranks know this exception. It ends one epoch, however many phases it passes through. The knowledge expires,
-        because a future that is asked twice raises the same object later; and it is each group's, because it may pass through several
-        managers' phases."""
+        """Whether the other ranks know this exception. It ends one epoch, however many phases it
+        passes through. The knowledge expires, because a future that is asked twice raises the same
+        object later; and it is each group's, because it may pass through several managers'
+        phases."""
         return bool(vars(error).get(_TOLD, {}).get(self._key) == self._epochs_used)
 
     def _mark(self, error: BaseException) -> None:
-        # The exception holds the note: a table here would keep its frames and the model alive. A frozen exception refuses setattr.
+        # The exception holds the note: a table here would keep its frames and the model alive. A
+        # frozen exception refuses setattr.
         vars(error).setdefault(_TOLD, {})[self._key] = self._epochs_used

@@ -1,6 +1,8 @@
-"""placement on Ray: each worker has a manager, and the driver declares phases for all workers with Ray's own calls (docs/ray.md).
+"""placement on Ray: each worker has a manager, and the driver declares phases for all workers with
+Ray's own calls (docs/ray.md).
 
-The workers of a fleet change phase together, all or none: each gets a `StoreGroup` over a `TCPStore` that the driver serves.
+The workers of a fleet change phase together, all or none: each gets a `StoreGroup` over a
+`TCPStore` that the driver serves.
 """
 
 from __future__ import annotations
@@ -21,16 +23,26 @@ from placement.phases.phase import checked, names_of
 
 
 class Worker:
-    """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the methods; they run like any other call."""
+    """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the
+    methods; they run like any other call."""
 
     manager: Manager
     _entered = 0  # how many of the manager's phases the fleet has opened
 
-    def placement_join(self, address: tuple[str, int], rank: int, world_size: int, generation: int, deadline_seconds: float) -> None:
+    def placement_join(
+        self,
+        address: tuple[str, int],
+        rank: int,
+        world_size: int,
+        generation: int,
+        deadline_seconds: float,
+    ) -> None:
         """Change phase together with the other workers of the fleet from now on."""
         self.placement_leave(0)
         store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=deadline_seconds))
-        self.manager.rejoin(StoreGroup(store, rank, world_size, deadline_seconds, generation=generation))
+        self.manager.rejoin(
+            StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)
+        )
 
     def placement_enter(self, name: str, only: tuple[str, ...] | None) -> None:
         self.manager.enter(name, only=only)
@@ -40,7 +52,8 @@ class Worker:
         self.manager.switch(name, only=only)
 
     def placement_leave(self, depth: int) -> None:
-        """Leave the fleet's phases until only `depth` of them are open. A worker that never entered them has none to leave."""
+        """Leave the fleet's phases until only `depth` of them are open. A worker that never entered
+        them has none to leave."""
         while self._entered > depth:
             self._entered -= 1
             self.manager.leave()
@@ -50,9 +63,10 @@ class Fleet:
     """The workers of a job, which change phase together.
 
     Args:
-        workers: handles of actors whose class has `Worker` among its bases. Waits until their constructors are done.
-        address: the address at which the workers reach the driver's store; None: this node's address in the cluster.
-        deadline_seconds: how long a worker waits for the others, see `StoreGroup`.
+        workers: handles of actors whose class has `Worker` among its bases. Waits until their
+        constructors are done. address: the address at which the workers reach the driver's store;
+        None: this node's address in the cluster. deadline_seconds: how long a worker waits for the
+        others, see `StoreGroup`.
 
     Raises:
         PlacementError: ray is not available.
@@ -60,20 +74,37 @@ class Fleet:
         GroupError: a worker's constructor failed, or it could not join.
     """
 
-    def __init__(self, workers: Sequence[Any], *, address: str | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        *,
+        address: str | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
         try:
             import ray
         except ImportError as error:
             raise PlacementError("ray is not installed here: pip install ray") from error
         if not ray.is_initialized():
-            raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
+            raise PlacementError(
+                "this process is not connected to a Ray cluster: call ray.init() first"
+            )
         self._ray: Any = ray
         self.workers = tuple(workers)
         for worker in self.workers:
             if not hasattr(worker, "placement_enter"):
-                raise TypeError(f"{worker!r} is not an actor of a class that has placement.ray.Worker among its bases")
+                raise TypeError(
+                    f"{worker!r} is not an actor of a class that has placement.ray.Worker among "
+                    "its bases"
+                )
         host = self._ray.util.get_node_ip_address() if address is None else address
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_seconds))
+        self._store = TCPStore(
+            host,
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline_seconds),
+        )
         self._address = host, self._store.port
         self._deadline_seconds = deadline_seconds
         self._generation = 0
@@ -81,7 +112,8 @@ class Fleet:
         self.join()
 
     def join(self) -> None:
-        """Have all workers begin anew together, outside every phase. Call it after Ray has restarted one, and outside every phase.
+        """Have all workers begin anew together, outside every phase. Call it after Ray has
+        restarted one, and outside every phase.
 
         Raises:
             PhaseError: a phase is open.
@@ -93,13 +125,20 @@ class Fleet:
         about = self._generation, self._deadline_seconds
         # A worker that is being restarted answers once its constructor is done.
         joins = [worker.placement_join.options(max_task_retries=-1) for worker in self.workers]
-        self._wait("join", [join.remote(self._address, rank, len(joins), *about) for rank, join in enumerate(joins)])
+        self._wait(
+            "join",
+            [
+                join.remote(self._address, rank, len(joins), *about)
+                for rank, join in enumerate(joins)
+            ],
+        )
 
     def phase(self, name: str, *, only: Iterable[str] | None = None) -> FleetPhase:
         """A phase of every worker, for a `with` statement. See `Manager.phase`.
 
         Raises (on entering):
-            GroupError: a worker failed; the error has the reasons by rank. Every worker is where it was before.
+            GroupError: a worker failed; the error has the reasons by rank. Every worker is where it
+            was before.
         """
         return FleetPhase(self, checked(name), names_of(only))
 
@@ -145,16 +184,25 @@ class FleetPhase:
             GroupError: a worker failed; every worker is still in the earlier phase.
         """
         self._require_innermost()
-        self._fleet._all(f"switch to phase {name!r}", "placement_switch", checked(name), names_of(only))
+        self._fleet._all(
+            f"switch to phase {name!r}", "placement_switch", checked(name), names_of(only)
+        )
         self.name = name
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is None:
             self._require_innermost()
         with contextlib.suppress(ValueError):
             del self._fleet._open[self._fleet._open.index(self) :]
         try:
-            self._fleet._all(f"leave phase {self.name!r}", "placement_leave", len(self._fleet._open))
+            self._fleet._all(
+                f"leave phase {self.name!r}", "placement_leave", len(self._fleet._open)
+            )
         except GroupError as failed:
             if error is None:
                 raise

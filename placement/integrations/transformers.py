@@ -1,7 +1,9 @@
-"""A callback for transformers' `Trainer`: the model, its optimizer and frozen models take turns on the device.
+"""A callback for transformers' `Trainer`: the model, its optimizer and frozen models take turns on
+the device.
 
-A frozen model is on the device during forward and backward, and not while the optimizer steps. The optimizer is not on the device
-while the trainer evaluates. Checked against transformers 5.23.0 (transformers/trainer.py, transformers/trainer_callback.py).
+A frozen model is on the device during forward and backward, and not while the optimizer steps. The
+optimizer is not on the device while the trainer evaluates. Checked against transformers 5.23.0
+(transformers/trainer.py, transformers/trainer_callback.py).
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ from placement.phases.hold import Hold
 __all__ = ["PHASES", "PlacementCallback"]
 
 PHASES = {"frozen": ("ref", "reward", "teacher")}
-"""The phase of the callback that placement does not ship: `frozen`, in which models that are not trained are on the device."""
+"""The phase of the callback that placement does not ship: `frozen`, in which models that are not
+trained are on the device."""
 
 _MODEL, _OPTIMIZER = "actor", "actor.optimizer"
 
 
 def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]) -> Manager:
-    """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds to `phases` and takes precedence."""
+    """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds
+    to `phases` and takes precedence."""
     return Manager.from_settings(phases={**phases, **Settings.from_any(None).phases})
 
 
 class Turns:
-    """One phase of a manager that stays open over several calls of a framework, and switches from one purpose to the next. A `with` block
-    leaves it at its end."""
+    """One phase of a manager that stays open over several calls of a framework, and switches from
+    one purpose to the next. A `with` block leaves it at its end."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
@@ -49,7 +53,8 @@ class Turns:
         return self._hold.name if self._hold is not None and self._hold.is_open else None
 
     def to(self, phase: str, *, only: Sequence[str] | None = None) -> None:
-        """Switch to a phase, or open it where none is open. Errors are those of `Manager.phase`; then the phase before stays open."""
+        """Switch to a phase, or open it where none is open. Errors are those of `Manager.phase`;
+        then the phase before stays open."""
         if self._hold is None or not self._hold.is_open:
             self._hold = self.manager.hold(phase, only=only)
         elif (self._hold.name, self._only) != (phase, only):
@@ -57,34 +62,46 @@ class Turns:
         self._only = only
 
     def over(self, error: BaseException | None = None) -> None:
-        """Leave the open phase, if there is one. After an error, failures of leaving become notes on it."""
+        """Leave the open phase, if there is one. After an error, failures of leaving become notes
+        on it."""
         if self._hold is not None:
             self._hold.release(error)
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.over(error)
 
 
 class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy
-    """Places the models of one `Trainer` from the beginning of `train()` to its end. Before and after, they are as the trainer has them.
+    """Places the models of one `Trainer` from the beginning of `train()` to its end. Before and
+    after, they are as the trainer has them.
 
-    Add it after callbacks of your own that ask for an evaluation. Use it in a `with` statement, or call `close` after an exception:
-    transformers tells callbacks nothing of one.
+    Add it after callbacks of your own that ask for an evaluation. Use it in a `with` statement, or
+    call `close` after an exception: transformers tells callbacks nothing of one.
 
     Args:
-        manager: the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`.
-        frozen: modules that are used in the loss and not trained, by their roles: `ref=`, `reward=`, `teacher=`. Keep a reference to
+        manager: the manager of this process. None: `Manager.from_settings()`, which reads the
+        environment variables `PLACEMENT_*`. frozen: modules that are used in the loss and not
+        trained, by their roles: `ref=`, `reward=`, `teacher=`. Keep a reference to
             them.
 
     Raises:
-        ValueError: a role is none of these three, or `manager` lacks the phase `frozen`: make it with `Manager(phases=PHASES)`.
+        ValueError: a role is none of these three, or `manager` lacks the phase `frozen`: make it
+        with `Manager(phases=PHASES)`.
     """
 
     def __init__(self, manager: Manager | None = None, **frozen: torch.nn.Module) -> None:
         if unknown := set(frozen) - set(PHASES["frozen"]):
-            raise ValueError(f"unknown role {', '.join(sorted(unknown))} of a frozen model: it is one of {', '.join(PHASES['frozen'])}")
+            raise ValueError(
+                f"unknown role {', '.join(sorted(unknown))} of a frozen model: it is one of "
+                f"{', '.join(PHASES['frozen'])}"
+            )
         if manager is None:
             manager = manager_with_phases(PHASES)
         elif frozen and "frozen" not in manager.settings.phases:
@@ -96,7 +113,9 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         self._frozen = frozen
         self._turns, self._around_frozen = Turns(manager), Turns(manager)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **keywords: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **keywords: Any
+    ) -> None:
         """Register everything; accelerate has wrapped the optimizer, and a checkpoint is loaded.
 
         Raises:
@@ -105,8 +124,9 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         """
         if args.parallel_mode is not ParallelMode.NOT_PARALLEL or args.deepspeed:
             raise ValueError(
-                "PlacementCallback is for a trainer of one process: it is not given the module that DDP, FSDP or DeepSpeed has made. "
-                "Register trainer.model_wrapped and trainer.optimizer with a Manager yourself, or leave the callback out"
+                "PlacementCallback is for a trainer of one process: it is not given the module "
+                "that DDP, FSDP or DeepSpeed has made. Register trainer.model_wrapped and "
+                "trainer.optimizer with a Manager yourself, or leave the callback out"
             )
         self.close()  # an earlier train() raised
         try:
@@ -134,9 +154,15 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
     on_epoch_end = on_step_end
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **keywords: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, logs: Any = None, **keywords: Any
+    ) -> None:
         """The last lines of a training are logged before the best model is loaded."""
-        if args.load_best_model_at_end and "train_runtime" in (logs or {}) and _MODEL in self.manager.handles:
+        if (
+            args.load_best_model_at_end
+            and "train_runtime" in (logs or {})
+            and _MODEL in self.manager.handles
+        ):
             self._to("restore")
 
     def on_train_end(self, *args: Any, **keywords: Any) -> None:
@@ -146,19 +172,25 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
     def _evaluate(self) -> None:
         self._to("log_prob", only=[_MODEL], with_frozen=True)
 
-    def _to(self, phase: str, *, only: Sequence[str] | None = None, with_frozen: bool = False) -> None:
+    def _to(
+        self, phase: str, *, only: Sequence[str] | None = None, with_frozen: bool = False
+    ) -> None:
         self._around_frozen.over()
         self._turns.to(phase, only=only)
-        if with_frozen and (frozen := [role for role in self._frozen if role in self.manager.handles]):
+        if with_frozen and (
+            frozen := [role for role in self._frozen if role in self.manager.handles]
+        ):
             self._around_frozen.to("frozen", only=frozen)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the open phases and unregister what the callback has registered. Idempotent.
 
-        Everything is on the device then, as without placement. What does not fit there together stays in host memory, with a warning.
+        Everything is on the device then, as without placement. What does not fit there together
+        stays in host memory, with a warning.
 
         Args:
-            error: the exception that ended the training, if any. Failures of leaving become notes on it.
+            error: the exception that ended the training, if any. Failures of leaving become notes
+            on it.
         """
         self._around_frozen.over(error)
         self._turns.over(error)
@@ -167,11 +199,21 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
                 try:
                     self.manager.unregister(name, on_device=True)
                 except DeviceMemoryError as no_room:
-                    logger.warning("after the training %r does not fit on the device any more, so it is in host memory: %s", name, no_room)
+                    logger.warning(
+                        "after the training %r does not fit on the device any more, so it is in "
+                        "host memory: %s",
+                        name,
+                        no_room,
+                    )
                     self.manager.unregister(name)
 
     def __enter__(self) -> PlacementCallback:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(error)

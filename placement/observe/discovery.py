@@ -1,9 +1,12 @@
-"""Let Prometheus, `placement status` and `placement trace` find the workers of a run, whose ports are chosen by the system, and ask them.
+"""Let Prometheus, `placement status` and `placement trace` find the workers of a run, whose ports
+are chosen by the system, and ask them.
 
-A folder has one file for each worker, with its target in Prometheus' own format (`file_sd_configs`). Workers of one node, or of many
-nodes with a shared folder, write their files themselves. A worker removes its file when it ends. The file of a killed worker is removed
-after a while by another worker of its node: the worker held a POSIX lock on the file, which the system drops with the process. Where
-there is no shared folder, one process gathers the targets of all and writes them as one file, see `as_json`.
+A folder has one file for each worker, with its target in Prometheus' own format
+(`file_sd_configs`). Workers of one node, or of many nodes with a shared folder, write their files
+themselves. A worker removes its file when it ends. The file of a killed worker is removed after a
+while by another worker of its node: the worker held a POSIX lock on the file, which the system
+drops with the process. Where there is no shared folder, one process gathers the targets of all and
+writes them as one file, see `as_json`.
 
 Format: Prometheus documentation, "file_sd_config".
 """
@@ -30,9 +33,12 @@ from typing import Any
 from placement.core.errors import PlacementError
 from placement.core.interrupts import WeakIdSet
 
-_HOST = "__meta_placement_host"  # the label for the machine of a file's worker. Prometheus drops labels that begin with two underscores.
+# the label for the machine of a file's worker. Prometheus drops labels that begin with two
+# underscores.
+_HOST = "__meta_placement_host"
 REAP_SECONDS = 300.0  # how many seconds the file of a killed worker stays
-_FOUND_DEAD: dict[tuple[Path, int], float] = {}  # the time when a file was first seen without its worker, by the file's path and inode
+# the time when a file was first seen without its worker, by the file's path and inode
+_FOUND_DEAD: dict[tuple[Path, int], float] = {}
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -47,23 +53,39 @@ class Identity:
     """The GPU's UUID as in `nvidia-smi -L`, to join with DCGM's metrics; empty without a GPU."""
 
     @classmethod
-    def from_launcher(cls, environment: Mapping[str, str] = os.environ, *, run: str | None = None, gpu_uuid: str = "") -> Identity:
-        """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID). Raises
-        PlacementError: the rank is not a number."""
+    def from_launcher(
+        cls,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        run: str | None = None,
+        gpu_uuid: str = "",
+    ) -> Identity:
+        """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's
+        (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID). Raises PlacementError: the rank is not a
+        number."""
 
         def first(*names: str, default: str) -> str:
             return next((environment[name] for name in names if environment.get(name)), default)
 
         rank = first("RANK", "SLURM_PROCID", default="0")
         if not rank.isdecimal():
-            raise PlacementError(f"RANK is {rank!r}, which is not a number; set it to this worker's rank, which names it in Prometheus")
+            raise PlacementError(
+                f"RANK is {rank!r}, which is not a number; set it to this worker's rank, which "
+                "names it in Prometheus"
+            )
         node = first("GROUP_RANK", "SLURM_NODEID", default="0")
         run = run or first("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", default="default")
-        return cls(run=run, node=f"node{node}" if node.isdecimal() else node, rank=int(rank), gpu_uuid=gpu_uuid)
+        return cls(
+            run=run,
+            node=f"node{node}" if node.isdecimal() else node,
+            rank=int(rank),
+            gpu_uuid=gpu_uuid,
+        )
 
     @property
     def instance(self) -> str:
-        """The worker's name, `node0/rank3`. It is the same after a restart on another port, so the worker's series continue."""
+        """The worker's name, `node0/rank3`. It is the same after a restart on another port, so the
+        worker's series continue."""
         return f"{self.node}/rank{self.rank}"
 
 
@@ -76,8 +98,16 @@ class Target:
 
     @classmethod
     def of(cls, address: str, identity: Identity) -> Target:
-        labels = {"instance": identity.instance, "run": identity.run, "node": identity.node, "rank": str(identity.rank)}
-        return cls(address=address, labels=labels | ({"gpu_uuid": identity.gpu_uuid} if identity.gpu_uuid else {}))
+        labels = {
+            "instance": identity.instance,
+            "run": identity.run,
+            "node": identity.node,
+            "rank": str(identity.rank),
+        }
+        return cls(
+            address=address,
+            labels=labels | ({"gpu_uuid": identity.gpu_uuid} if identity.gpu_uuid else {}),
+        )
 
     @property
     def name(self) -> str:
@@ -89,15 +119,25 @@ class Target:
 
 
 def as_json(targets: Iterable[Target]) -> str:
-    """Targets as Prometheus reads them from a file or by HTTP (`file_sd_configs`, `http_sd_configs`)."""
-    return json.dumps([{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1) + "\n"
+    """Targets as Prometheus reads them from a file or by HTTP (`file_sd_configs`,
+    `http_sd_configs`)."""
+    return (
+        json.dumps(
+            [{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1
+        )
+        + "\n"
+    )
 
 
 def from_json(text: str | bytes, where: object) -> list[Target]:
     """Read targets in Prometheus' format. The error for another format names `where`."""
     try:
         groups = json.loads(text)
-        return [Target(address=str(address), labels=dict(group["labels"])) for group in groups for address in group["targets"]]
+        return [
+            Target(address=str(address), labels=dict(group["labels"]))
+            for group in groups
+            for address in group["targets"]
+        ]
     except (ValueError, TypeError, KeyError) as error:
         raise PlacementError(f"{where} is not a list of Prometheus targets: {error!r}") from error
 
@@ -116,26 +156,34 @@ class Announcement:
     def __init__(self, folder: str | os.PathLike[str], target: Target) -> None:
         labels = dict(target.labels) | {_HOST: socket.gethostname()}
         # No subfolders: Prometheus accepts a pattern only in the last part of a path.
-        self.path = Path(folder) / f"{_UNSAFE.sub('-', labels['run'])}.{_UNSAFE.sub('-', labels['instance'])}.json"
+        self.path = (
+            Path(folder)
+            / f"{_UNSAFE.sub('-', labels['run'])}.{_UNSAFE.sub('-', labels['instance'])}.json"
+        )
         self._pid = os.getpid()
-        # Prometheus watches *.json and must never see half a file, so the file is written under another name.
+        # Prometheus watches *.json and must never see half a file, so the file is written under
+        # another name.
         partial = self.path.with_suffix(f".{self._pid}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = partial.open("w+")
             self._file.write(as_json([Target(address=target.address, labels=labels)]))
             self._file.flush()
-            with contextlib.suppress(OSError):  # without file locks nobody removes the file of a killed worker
+            # without file locks nobody removes the file of a killed worker
+            with contextlib.suppress(OSError):
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial.replace(self.path)
         except OSError as error:
-            raise PlacementError(f"cannot announce this worker in {self.path.parent}: {error}") from error
+            raise PlacementError(
+                f"cannot announce this worker in {self.path.parent}: {error}"
+            ) from error
         _OWN.add(self)
         atexit.register(self.close)
         reap(folder)
 
     def close(self) -> None:
-        """Remove the file, unless a later worker of the same name has replaced it. Idempotent; does nothing in a forked child."""
+        """Remove the file, unless a later worker of the same name has replaced it. Idempotent; does
+        nothing in a forked child."""
         if self._file.closed or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
@@ -147,26 +195,32 @@ class Announcement:
 
 
 _OWN: WeakIdSet[Announcement] = WeakIdSet()
-"""This process's announcements. A POSIX lock is lost when its process closes ANY descriptor of the file, so these are never reopened."""
+"""This process's announcements. A POSIX lock is lost when its process closes ANY descriptor of the
+file, so these are never reopened."""
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
-    """The targets in a discovery folder, without files that vanish meanwhile. Raises PlacementError: a file is not a list of targets."""
+    """The targets in a discovery folder, without files that vanish meanwhile. Raises
+    PlacementError: a file is not a list of targets."""
     found: list[Target] = []
     own = {each.path: each for each in _OWN}
     for path in sorted(Path(folder).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
             # Closing a second descriptor of an own file would drop its lock.
-            text = os.pread(own[path]._file.fileno(), 1 << 20, 0) if path in own else path.read_bytes()
+            text = (
+                os.pread(own[path]._file.fileno(), 1 << 20, 0) if path in own else path.read_bytes()
+            )
             found += from_json(text, path)
     return found
 
 
 def reap(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove and return the files of this machine's workers that were found dead `REAP_SECONDS` ago.
+    """Remove and return the files of this machine's workers that were found dead `REAP_SECONDS`
+    ago.
 
-    The delay lets Prometheus see that a dead worker does not answer, and so distinguish it from one that ended in order. Files of other
-    machines are left alone, because it depends on the mount whether their locks are visible here.
+    The delay lets Prometheus see that a dead worker does not answer, and so distinguish it from one
+    that ended in order. Files of other machines are left alone, because it depends on the mount
+    whether their locks are visible here.
     """
     gone: list[Path] = []
     now = time.monotonic()
@@ -175,11 +229,17 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
         if path in own:
             continue
         with contextlib.suppress(OSError, PlacementError), path.open("r+") as file:
-            if any(target.labels.get(_HOST) != socket.gethostname() for target in from_json(file.read(), path)):
+            if any(
+                target.labels.get(_HOST) != socket.gethostname()
+                for target in from_json(file.read(), path)
+            ):
                 continue
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the worker lives
             inode = os.fstat(file.fileno()).st_ino
-            if path.stat().st_ino == inode and now - _FOUND_DEAD.setdefault((path, inode), now) >= REAP_SECONDS:
+            if (
+                path.stat().st_ino == inode
+                and now - _FOUND_DEAD.setdefault((path, inode), now) >= REAP_SECONDS
+            ):
                 path.unlink()  # if the inode differs, a new worker has replaced the file
                 gone.append(path)
     return gone
@@ -189,24 +249,31 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
 
 ASK_SECONDS = 2.0  # how many seconds a worker may take to answer
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
+# a worker is never behind a proxy
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
-    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has the reason."""
+    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has
+    the reason."""
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
             return body
     except urllib.error.HTTPError as error:
-        raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
+        raise PlacementError(
+            f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?"
+        ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has
-        raise PlacementError(f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}") from error
+        raise PlacementError(
+            f"{url} does not answer: {getattr(reason, 'strerror', None) or reason}"
+        ) from error
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
-    """The workers at the given places: URLs of workers, and discovery folders. Raises PlacementError: a place is neither."""
+    """The workers at the given places: URLs of workers, and discovery folders. Raises
+    PlacementError: a place is neither."""
     found: list[Target] = []
     for place in places:
         url = place.rstrip("/")
@@ -216,13 +283,15 @@ def find_targets(places: Iterable[str]) -> list[Target]:
             found += targets_in(place)
         else:
             raise PlacementError(
-                f"{place!r} is no worker's URL (http://host:port) and no discovery folder (workers create it when they announce themselves)"
+                f"{place!r} is no worker's URL (http://host:port) and no discovery folder (workers "
+                "create it when they announce themselves)"
             )
     return found
 
 
 def views_of(places: Iterable[str]) -> list[dict[str, Any]]:
-    """The view of every worker at these places (see `worker_view`). A worker that does not answer has an `error` in its place."""
+    """The view of every worker at these places (see `worker_view`). A worker that does not answer
+    has an `error` in its place."""
 
     def one(target: Target) -> list[dict[str, Any]]:
         mine = {"name": target.name, "labels": dict(target.labels)}

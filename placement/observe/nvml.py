@@ -1,7 +1,9 @@
-"""Measure the GPU memory of other processes, which neither torch nor CUDA shows. Needs `nvidia-ml-py` (extra `nvml`).
+"""Measure the GPU memory of other processes, which neither torch nor CUDA shows. Needs
+`nvidia-ml-py` (extra `nvml`).
 
-NVML is queried on a thread of its own, every few seconds and when somebody asks: a call may take milliseconds, and hangs if the driver
-hangs. In a container NVML may list no processes, or process ids of another namespace; then the result is None.
+NVML is queried on a thread of its own, every few seconds and when somebody asks: a call may take
+milliseconds, and hangs if the driver hangs. In a container NVML may list no processes, or process
+ids of another namespace; then the result is None.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ ASK_SECONDS = 5.0
 
 
 class OtherProcesses:
-    """Device bytes of all other processes, as last measured. The measuring thread ends with this object.
+    """Device bytes of all other processes, as last measured. The measuring thread ends with this
+    object.
 
-    `uuid`: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
+    `uuid`: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is
+    always None.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -28,17 +32,27 @@ class OtherProcesses:
         self._wake = threading.Event()
         if uuid and (nvml := _library()) is not None:
             weakref.finalize(self, self._wake.set).atexit = False
-            threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, nvml, uuid), name="placement-nvml", daemon=True).start()
+            threading.Thread(
+                target=_watch,
+                args=(weakref.ref(self), self._wake, nvml, uuid),
+                name="placement-nvml",
+                daemon=True,
+            ).start()
 
     def ask(self, then: Callable[[int | None], None]) -> None:
-        """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes, on the measuring thread."""
+        """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes,
+        on the measuring thread."""
         self._then = then
         self._wake.set()
 
     def measure(self, nvml: Any, device: Any) -> None:
-        """Sum up the listed processes except this one. Where this one is not listed, the ids come from elsewhere, and nothing is known."""
+        """Sum up the listed processes except this one. Where this one is not listed, the ids come
+        from elsewhere, and nothing is known."""
         then, self._then = self._then, None
-        listed = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        listed = {
+            each.pid: each.usedGpuMemory
+            for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        }
         is_known = None not in listed.values() and listed.pop(os.getpid(), None) is not None
         nbytes = sum(listed.values()) if is_known else None
         if then is not None:  # before anybody sees the number that it subtracts
@@ -46,7 +60,9 @@ class OtherProcesses:
         self.nbytes = nbytes
 
 
-def _watch(alive: Callable[[], OtherProcesses | None], wake: threading.Event, nvml: Any, uuid: str) -> None:
+def _watch(
+    alive: Callable[[], OtherProcesses | None], wake: threading.Event, nvml: Any, uuid: str
+) -> None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -58,7 +74,8 @@ def _watch(alive: Callable[[], OtherProcesses | None], wake: threading.Event, nv
             del others
             wake.wait(ASK_SECONDS)
             wake.clear()
-    except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
+    # a MIG slice, or the driver is gone: the last measurement is no longer true
+    except nvml.NVMLError:
         if (others := alive()) is not None:
             others.nbytes = None
     finally:

@@ -1,8 +1,10 @@
-"""The pages of one manager (/metrics, /healthz, /state, /trace, /workers and the status page), over HTTP.
+"""The pages of one manager (/metrics, /healthz, /state, /trace, /workers and the status page), over
+HTTP.
 
-They are served by prometheus_client's WSGI server with a thread for each connection. It runs inside a training process, so clients
-are limited: MAX_CONNECTIONS connections, beyond which the oldest is dropped; `timeout_seconds` for each wait for a client, and twice
-that for a whole connection. Only GET and HEAD are served.
+They are served by prometheus_client's WSGI server with a thread for each connection. It runs inside
+a training process, so clients are limited: MAX_CONNECTIONS connections, beyond which the oldest is
+dropped; `timeout_seconds` for each wait for a client, and twice that for a whole connection. Only
+GET and HEAD are served.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ def refusal(status: HTTPStatus) -> Response:
 
 
 Page = Callable[["WSGIEnvironment"], Response]
-_REST_SECONDS = 0.0003  # how long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms.
+# how long to work before other threads may run. The interpreter would make a waiting thread wait
+# for 5 ms.
+_REST_SECONDS = 0.0003
 
 
 class _Paced(CollectorRegistry):
-    """A registry that lets other threads run now and then, so that a phase that begins meanwhile does not wait for the whole page."""
+    """A registry that lets other threads run now and then, so that a phase that begins meanwhile
+    does not wait for the whole page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__()
@@ -78,7 +83,8 @@ class _Paced(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         rested = time.perf_counter()
-        for family in list(self._whole.collect()):  # all families come from one snapshot, however slowly they are written
+        # all families come from one snapshot, however slowly they are written
+        for family in list(self._whole.collect()):
             yield family
             if time.perf_counter() - rested > _REST_SECONDS:
                 time.sleep(0)
@@ -86,7 +92,13 @@ class _Paced(CollectorRegistry):
 
 
 _HEADERS = (
-    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"),
+    (
+        "Content-Security-Policy",
+        (
+            "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "img-src data:"
+        ),
+    ),
     ("X-Content-Type-Options", "nosniff"),
 )
 
@@ -100,19 +112,23 @@ def _file(name: str, kind: str) -> Page:
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Serves the snapshots of `read()` over HTTP until `close()`. A context manager; a forked child closes its copy.
+    """Serves the snapshots of `read()` over HTTP until `close()`. A context manager; a forked child
+    closes its copy.
 
-    `/metrics`: Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that. `/healthz`: 200 "ok", or 503 with the
-    broken handles' names. `/state`: the snapshot as JSON. `/trace`: the journal as a Chrome trace; `?seconds=60` limits it to the last
-    minute. `/workers`: see `worker_view`. `/`: the status page. Any other path is a 404. A page that fails is a 500 for that client.
+    `/metrics`: Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that.
+    `/healthz`: 200 "ok", or 503 with the broken handles' names. `/state`: the snapshot as JSON.
+    `/trace`: the journal as a Chrome trace; `?seconds=60` limits it to the last minute. `/workers`:
+    see `worker_view`. `/`: the status page. Any other path is a 404. A page that fails is a 500 for
+    that client.
 
     Args:
-        read: returns the snapshot; called on the server's threads once a request, never at construction.
-        is_over: returns whether the manager is closed. Then every page is a 503.
+        read: returns the snapshot; called on the server's threads once a request, never at
+        construction. is_over: returns whether the manager is closed. Then every page is a 503.
         journal: the journal that `/trace` shows; None: an empty one.
         port: the TCP port; 0 lets the system choose, see `port`.
-        address: the address to bind, loopback by default. Others make the server reachable from other machines, without authentication.
-        timeout_seconds: the limit of each wait for a client; a whole connection may last twice as long.
+        address: the address to bind, loopback by default. Others make the server reachable from
+        other machines, without authentication. timeout_seconds: the limit of each wait for a
+        client; a whole connection may last twice as long.
 
     Raises:
         PlacementError: the address and port cannot be bound.
@@ -120,7 +136,8 @@ class MetricsServer(ThreadingWSGIServer):
         ValueError: the address is empty, or the port is outside 0..65535.
     """
 
-    request_queue_size = 2 * MAX_CONNECTIONS  # with the standard library's 5, a sixth at once waits a second, until its TCP tries again
+    # with the standard library's 5, a sixth at once waits a second, until its TCP tries again
+    request_queue_size = 2 * MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -133,25 +150,41 @@ class MetricsServer(ThreadingWSGIServer):
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if not address:
-            raise ValueError("address is empty, which would mean every interface; name one, such as 127.0.0.1")
+            raise ValueError(
+                "address is empty, which would mean every interface; name one, such as 127.0.0.1"
+            )
         if not isinstance(port, SupportsIndex):
-            raise TypeError(f"port={port!r} is no number; write port=8000, or port=0 for a free one")
+            raise TypeError(
+                f"port={port!r} is no number; write port=8000, or port=0 for a free one"
+            )
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
         self._read, self._is_over = read, is_over
         self._journal = journal if journal is not None else Journal(1)
         self.address, self.timeout_seconds = address, timeout_seconds
-        self.target: Target | None = None  # the address and labels under which this worker is scraped; None before it is announced
+        # the address and labels under which this worker is scraped; None before it is announced
+        self.target: Target | None = None
         self._announcement: Announcement | None = None
         self._next_reap = 0.0
         self._exposition = make_wsgi_app(_Paced(make_registry(read)))
-        self._pages: dict[str, Page] = {"/": _file("index.html", "text/html"), "/page.js": _file("page.js", "text/javascript")}
-        self._pages |= {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
+        self._pages: dict[str, Page] = {
+            "/": _file("index.html", "text/html"),
+            "/page.js": _file("page.js", "text/javascript"),
+        }
+        self._pages |= {
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/state": self._state,
+            "/trace": self._trace,
+        }
         self._pages["/workers"] = self._workers
         self._is_closed = False
-        self._clients: dict[socket.socket, float] = {}  # the time at which each open connection began, oldest first
+        # the time at which each open connection began, oldest first
+        self._clients: dict[socket.socket, float] = {}
         try:
-            found: Any = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            found: Any = socket.getaddrinfo(
+                address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             self.address_family = found[0]
             super().__init__(found[-1][:2], _Handler)
         except OSError as exc:
@@ -159,37 +192,50 @@ class MetricsServer(ThreadingWSGIServer):
         self.set_app(self._application)
         self.port: int = self.server_port
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(_POLL_SECONDS,), name=f"placement-observe-{self.port}", daemon=True
+            target=self.serve_forever,
+            args=(_POLL_SECONDS,),
+            name=f"placement-observe-{self.port}",
+            daemon=True,
         )
         _SERVERS.add(self)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        """`http://host:port`, without a path. A server on every interface shows its loopback address."""
+        """`http://host:port`, without a path. A server on every interface shows its loopback
+        address."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)  # noqa: S104 (compared, not bound)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> None:
-        """Set this worker's `target`, and keep its file in a discovery folder (None: no file) until `close()`.
+        """Set this worker's `target`, and keep its file in a discovery folder (None: no file) until
+        `close()`.
 
         Raises:
             PlacementError: the folder cannot be written.
         """
         everywhere = self.address in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
-        host = socket.gethostname() if everywhere else f"[{self.address}]" if ":" in self.address else self.address
+        host = (
+            socket.gethostname()
+            if everywhere
+            else f"[{self.address}]"
+            if ":" in self.address
+            else self.address
+        )
         self.target = Target.of(f"{host}:{self.port}", identity)
         if folder is not None:
             self._announcement = Announcement(folder, self.target)
 
     def close(self) -> None:
-        """Stop serving and free the port. Idempotent, from any thread. Open connections are closed."""
+        """Stop serving and free the port. Idempotent, from any thread. Open connections are
+        closed."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._announcement is not None:
             self._announcement.close()
-        if threading.current_thread() is self._thread:  # a garbage collection there ended the manager: `shutdown` would wait for itself
+        # a garbage collection there ended the manager: `shutdown` would wait for itself
+        if threading.current_thread() is self._thread:
             threading.Thread(target=self.shutdown, daemon=True).start()
         else:
             self.shutdown()
@@ -199,11 +245,21 @@ class MetricsServer(ThreadingWSGIServer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _application(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def _application(
+        self, environ: WSGIEnvironment, start_response: StartResponse
+    ) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
         served = method in ("GET", "HEAD")
-        response = self._answer({**environ, "REQUEST_METHOD": "GET"}) if served else refusal(HTTPStatus.METHOD_NOT_ALLOWED)
-        headers = [("Content-Type", response.content_type), ("Cache-Control", "no-store"), *response.headers]
+        response = (
+            self._answer({**environ, "REQUEST_METHOD": "GET"})
+            if served
+            else refusal(HTTPStatus.METHOD_NOT_ALLOWED)
+        )
+        headers = [
+            ("Content-Type", response.content_type),
+            ("Cache-Control", "no-store"),
+            *response.headers,
+        ]
         if isinstance(response.body, bytes):
             headers.append(("Content-Length", str(len(response.body))))
         start_response(f"{response.status.value} {response.status.phrase}", headers)
@@ -221,22 +277,33 @@ class MetricsServer(ThreadingWSGIServer):
                 if not self._is_over():  # the manager may have been closed while the page was made
                     return response
             return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
-        except Exception as exc:  # an exception in a page is one client's 500, never the end of the server
+        # an exception in a page is one client's 500, never the end of the server
+        except Exception as exc:
             _logger.debug("a page raised an exception", exc_info=True)
             # The type alone, because the message may hold secrets, and anybody may reach the port.
-            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
+            return Response(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                f"the page failed: {type(exc).__name__}\n".encode(),
+            )
 
     # --- the pages
 
     def _metrics(self, environ: WSGIEnvironment) -> Response:
         headers: dict[str, str] = {}
         body = b"".join(self._exposition(environ, lambda _, given, *__: headers.update(given)))
-        return Response(HTTPStatus.OK, body, headers.pop("Content-Type"), (("Vary", "Accept, Accept-Encoding"), *headers.items()))
+        return Response(
+            HTTPStatus.OK,
+            body,
+            headers.pop("Content-Type"),
+            (("Vary", "Accept, Accept-Encoding"), *headers.items()),
+        )
 
     def _healthz(self, _: WSGIEnvironment) -> Response:
         broken = [handle.name for handle in self._read().handles if handle.broken is not None]
         if broken:
-            return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"broken: {', '.join(broken)}\n".encode())
+            return Response(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"broken: {', '.join(broken)}\n".encode()
+            )
         return Response(HTTPStatus.OK, b"ok\n")
 
     def _state(self, _: WSGIEnvironment) -> Response:
@@ -253,7 +320,9 @@ class MetricsServer(ThreadingWSGIServer):
 
     def _workers(self, _: WSGIEnvironment) -> Response:
         target = self.target
-        name, labels = (f"process {os.getpid()}", {}) if target is None else (target.name, dict(target.labels))
+        name, labels = (
+            (f"process {os.getpid()}", {}) if target is None else (target.name, dict(target.labels))
+        )
         view = worker_view(self._read(), self._journal, name=name, labels=labels)
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
@@ -263,7 +332,8 @@ class MetricsServer(ThreadingWSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
+            # out of file descriptors: the listener stays readable, and the loop must not spin
+            time.sleep(0.05)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -284,7 +354,13 @@ class MetricsServer(ThreadingWSGIServer):
 
     def service_actions(self) -> None:
         now = time.monotonic()
-        self._drop([client for client, began in list(self._clients.items()) if now - began > 2 * self.timeout_seconds])
+        self._drop(
+            [
+                client
+                for client, began in list(self._clients.items())
+                if now - began > 2 * self.timeout_seconds
+            ]
+        )
         if self._announcement is not None and self._next_reap <= now:
             self._next_reap = now + _REAP_PAUSE_SECONDS
             try:
@@ -314,7 +390,8 @@ _SERVERS: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
 
 
 def _forget_all_in_child() -> None:
-    """Close a forked child's copies of the sockets. A data loader with the listening one would hold the port after its parent's death."""
+    """Close a forked child's copies of the sockets. A data loader with the listening one would hold
+    the port after its parent's death."""
     for server in list(_SERVERS):
         server._is_closed = True
         for each in (server.socket, *server._clients):
@@ -329,13 +406,15 @@ _LAST = 20  # the number of state transitions and failures shown
 _MOST_SPANS = 500  # the limit for each track. More spans than a page has pixels only make it slow.
 
 
-def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict[str, str]) -> dict[str, Any]:
+def worker_view(
+    snapshot: Snapshot, journal: Journal, *, name: str, labels: dict[str, str]
+) -> dict[str, Any]:
     """The view of one worker.
 
     Returns:
-        `name`, `labels` and `snapshot` (as JSON). `timeline`: for each handle its states in the last `HISTORY_SECONDS` as
-        [state, begin, end]. `phases`: [phase, begin, end]. `transitions` and `failures`: the last ones, newest first. Times are Unix time
-        in seconds.
+        `name`, `labels` and `snapshot` (as JSON). `timeline`: for each handle its states in the
+        last `HISTORY_SECONDS` as [state, begin, end]. `phases`: [phase, begin, end]. `transitions`
+        and `failures`: the last ones, newest first. Times are Unix time in seconds.
     """
     now = time.monotonic()
     offset, start = time.time() - now, now - HISTORY_SECONDS
@@ -345,11 +424,15 @@ def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict
 
     def add(handle: str, state: str, begin: float, end: float) -> None:
         if end >= start:
-            timeline[handle].append([state, round(max(begin, start) + offset, 3), round(end + offset, 3)])
+            timeline[handle].append(
+                [state, round(max(begin, start) + offset, 3), round(end + offset, 3)]
+            )
 
     born = {handle.name: now - sum(handle.state_seconds.values()) for handle in snapshot.handles}
     for record in records:
-        state, begin = since.get(record.handle, (record.source.value, born.get(record.handle, start)))
+        state, begin = since.get(
+            record.handle, (record.source.value, born.get(record.handle, start))
+        )
         add(record.handle, state, begin, record.at_seconds)
         since[record.handle] = record.target.value, record.at_seconds
     for handle in snapshot.handles:
@@ -357,7 +440,11 @@ def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict
         add(handle.name, state, begin, now)
     shown = {handle.name: timeline[handle.name][-_MOST_SPANS:] for handle in snapshot.handles}
     phases = [
-        [span.phase, round(max(span.begin_seconds, start) + offset, 3), round(span.end_seconds + offset, 3)]
+        [
+            span.phase,
+            round(max(span.begin_seconds, start) + offset, 3),
+            round(span.end_seconds + offset, 3),
+        ]
         for span in journal.phase_spans()
         if span.end_seconds >= start
     ]
@@ -367,8 +454,13 @@ def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict
         "snapshot": snapshot.model_dump(mode="json"),
         "timeline": shown,
         "phases": phases[-_MOST_SPANS:],
-        "transitions": [_picked(record, _OF_RECORD) | {"bytes": record.nbytes} for record in records[: -_LAST - 1 : -1]],
-        "failures": [_picked(failure, _OF_FAILURE) for failure in list(journal.failures)[: -_LAST - 1 : -1]],
+        "transitions": [
+            _picked(record, _OF_RECORD) | {"bytes": record.nbytes}
+            for record in records[: -_LAST - 1 : -1]
+        ],
+        "failures": [
+            _picked(failure, _OF_FAILURE) for failure in list(journal.failures)[: -_LAST - 1 : -1]
+        ],
     }
 
 

@@ -1,10 +1,12 @@
 """Write the journal as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Each handle has a track with its states, and within them its moves with bytes and rate. The phases have a track. The device bytes of
-each handle are a counter. Times are Unix time in microseconds minus `base_nanoseconds`, as in the files of `torch.profiler`
-(`baseTimeNanoseconds`), so that both traces can be shown together: see `write_trace`.
+Each handle has a track with its states, and within them its moves with bytes and rate. The phases
+have a track. The device bytes of each handle are a counter. Times are Unix time in microseconds
+minus `base_nanoseconds`, as in the files of `torch.profiler` (`baseTimeNanoseconds`), so that both
+traces can be shown together: see `write_trace`.
 
-Format: "Trace Event Format", Google, 2016: complete events ("X") of one track must nest, times are in microseconds.
+Format: "Trace Event Format", Google, 2016: complete events ("X") of one track must nest, times are
+in microseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from placement.core.states import State, Trigger
 Event = dict[str, Any]
 
 _PHASES_TRACK = 1
-_PIECE_EVENTS = 512  # the number of events encoded at a time, which bounds the memory that writing a trace takes
+# the number of events encoded at a time, which bounds the memory that writing a trace takes
+_PIECE_EVENTS = 512
 
 
 def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Iterator[Event]:
@@ -37,9 +40,20 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
     def micros(seconds: float) -> float:
         return round((seconds + offset) * 1e6, 3)
 
-    def span(name: str, category: str, begin: float, end: float, track: int, **details: Any) -> Event:
+    def span(
+        name: str, category: str, begin: float, end: float, track: int, **details: Any
+    ) -> Event:
         duration = round((max(end, begin) - begin) * 1e6, 3)
-        return {"ph": "X", "name": name, "cat": category, "ts": micros(begin), "dur": duration, "pid": pid, "tid": track, "args": details}
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "ts": micros(begin),
+            "dur": duration,
+            "pid": pid,
+            "tid": track,
+            "args": details,
+        }
 
     def named(what: str, track: int, name: str) -> Event:
         return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
@@ -49,7 +63,9 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
     for each in journal.phase_spans():
         if each.end_seconds >= start:
             details = {} if each.only is None else {"only": list(each.only)}
-            yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details)
+            yield span(
+                each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details
+            )
     tracks: dict[str, int] = {}
     since: dict[str, tuple[State, float]] = {}
     for record in (each for each in journal if each.at_seconds >= start):
@@ -61,41 +77,66 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
         state, began = since.get(handle, (record.source, end - record.seconds))
         yield span(state.value, "state", began, end, track)
         if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD):
-            # A move lies at the end of its source state. Handles that move together each show the time of all.
-            move = span(record.trigger.value, "move", max(began, end - record.seconds), end, track, phase=record.phase)
+            # A move lies at the end of its source state. Handles that move together each show the
+            # time of all.
+            move = span(
+                record.trigger.value,
+                "move",
+                max(began, end - record.seconds),
+                end,
+                track,
+                phase=record.phase,
+            )
             move["args"] |= {"bytes": record.nbytes, "skipped_bytes": record.skipped_bytes}
             if record.prefetched_bytes:
                 move["args"]["prefetched_bytes"] = record.prefetched_bytes
             if record.seconds > 0:
                 move["args"]["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
             yield move
-        yield {"ph": "C", "name": f"{handle} bytes", "ts": micros(end), "pid": pid, "args": {"device": record.resident_bytes}}
+        yield {
+            "ph": "C",
+            "name": f"{handle} bytes",
+            "ts": micros(end),
+            "pid": pid,
+            "args": {"device": record.resident_bytes},
+        }
         since[handle] = record.target, end
     for handle, (state, began) in since.items():
         yield span(state.value, "state", began, now, tracks[handle])
 
 
 def encoded_trace(
-    journal: Journal, *, last_seconds: float = math.inf, base_nanoseconds: int = 0, after: Iterable[Event] = ()
+    journal: Journal,
+    *,
+    last_seconds: float = math.inf,
+    base_nanoseconds: int = 0,
+    after: Iterable[Event] = (),
 ) -> Iterator[bytes]:
-    """A trace file in pieces that are made on demand, so a long journal is never held as text. `last_seconds`: leave out events that ended
-    longer ago. `base_nanoseconds`: the Unix time at which the trace's time begins. `after`: further events, put after placement's own."""
-    return encoded(itertools.chain(_events(journal, last_seconds, base_nanoseconds), after), base_nanoseconds)
+    """A trace file in pieces that are made on demand, so a long journal is never held as text.
+    `last_seconds`: leave out events that ended longer ago. `base_nanoseconds`: the Unix time at
+    which the trace's time begins. `after`: further events, put after placement's own."""
+    return encoded(
+        itertools.chain(_events(journal, last_seconds, base_nanoseconds), after), base_nanoseconds
+    )
 
 
 def encoded(events: Iterator[Event], base_nanoseconds: int = 0) -> Iterator[bytes]:
     """Events as a trace file, in pieces."""
-    yield f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'.encode()
+    head = f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'
+    yield head.encode()
     separator = ""
     while piece := list(itertools.islice(events, _PIECE_EVENTS)):
-        yield (separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in piece)).encode()
+        yield (
+            separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in piece)
+        ).encode()
         separator = ",\n"
     yield b"\n]}\n"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` once it is complete. Until then its name matches no `*.json`."""
+    """A file to write, which takes the place of `path` once it is complete. Until then its name
+    matches no `*.json`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -105,12 +146,16 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
 
 
-def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
-    """Write a manager's journal as a Chrome trace: `placement.trace(manager.journal, "trace.json")`.
+def write_trace(
+    journal: Journal, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None
+) -> None:
+    """Write a manager's journal as a Chrome trace: `placement.trace(manager.journal,
+    "trace.json")`.
 
     Args:
         path: the file to write; it is replaced atomically.
-        beside: a trace that `torch.profiler` exported in the same process. Its events go into the same file, on the same time axis.
+        beside: a trace that `torch.profiler` exported in the same process. Its events go into the
+        same file, on the same time axis.
 
     Raises:
         PlacementError: `beside` is not a trace file.
@@ -122,7 +167,8 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
 
 
 def read_trace(path: Path) -> tuple[int, list[Event]]:
-    """Read a Chrome trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
+    """Read a Chrome trace. Returns the Unix time at which its time begins (nanoseconds), and its
+    events."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,1 +1,2 @@
-"""Ownership: the tensors that a module or an optimizer owns, and the objects that placement refuses."""
+"""Ownership: the tensors that a module or an optimizer owns, and the objects that placement
+refuses."""

@@ -1,4 +1,5 @@
-"""The tensors of a `torch.nn.Module`, whether plain, wrapped or sharded by frameworks; and those of several modules registered as one."""
+"""The tensors of a `torch.nn.Module`, whether plain, wrapped or sharded by frameworks; and those of
+several modules registered as one."""
 
 from __future__ import annotations
 
@@ -35,31 +36,60 @@ from placement.tensors.plain import (
 )
 
 _NO_TENSOR, _TENSOR, _CONTAINER, _OBJECT = range(4)
-_OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron", "torchao", "transformer_engine", "veomni"})
+_OF_FRAMEWORKS = frozenset(
+    {
+        "accelerate",
+        "bitsandbytes",
+        "deepspeed",
+        "megatron",
+        "torchao",
+        "transformer_engine",
+        "veomni",
+    }
+)
 """The packages whose objects are left to the file in `frameworks`."""
-_SUPPORTED = "torch.nn.Module objects, also compiled, quantised, with adapters, under DDP, FSDP1, FSDP2, tensor parallel, DeepSpeed"
+_SUPPORTED = (
+    "torch.nn.Module objects, also compiled, quantised, with adapters, under DDP, FSDP1, FSDP2, "
+    "tensor parallel, DeepSpeed"
+)
 
 
 class ModuleAdapter(Adapter):
-    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules, and tensors in objects that they hold.
+    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules,
+    and tensors in objects that they hold.
 
-    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing. `external`: whether the caller
-    said that a framework moves the bytes; then nothing is refused. Raises RegistrationError: a framework shards or moves the module, or a
-    tensor of it cannot be moved as bytes.
+    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns
+    nothing. `external`: whether the caller said that a framework moves the bytes; then nothing is
+    refused. Raises RegistrationError: a framework shards or moves the module, or a tensor of it
+    cannot be moved as bytes.
     """
 
     kind = "module"
     steady: Steady | None = None
 
-    def __init__(self, module: torch.nn.Module, *, name: str, compute_device: torch.device, external: bool = False) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        name: str,
+        compute_device: torch.device,
+        external: bool = False,
+    ) -> None:
         inner = module
-        while type(inner).__name__ == "OptimizedModule" and (wrapped := inner._modules.get("_orig_mod")) is not None:
+        while (
+            type(inner).__name__ == "OptimizedModule"
+            and (wrapped := inner._modules.get("_orig_mod")) is not None
+        ):
             inner = wrapped
         self._name = name
         self.compute_device = with_index(compute_device)
-        # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
-        self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
-        self.root: Callable[[], torch.nn.Module | None] = reference(inner)  # None once the module is gone
+        # `inner` is a key too: registering a module and its compiled wrapper would claim the same
+        # bytes twice.
+        self._keys: list[Callable[[], Any]] = [
+            reference(key) for key in ([module] if inner is module else [module, inner])
+        ]
+        # None once the module is gone
+        self.root: Callable[[], torch.nn.Module | None] = reference(inner)
         self._shown: dict[int, torch.Tensor] = {}
         self._kinds: dict[type, int] = {}
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
@@ -67,11 +97,13 @@ class ModuleAdapter(Adapter):
         self._left: list[Noted] = []
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
-        """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
+        """Identities of the containers and the objects in modules' attributes, which may come to
+        hold tensors. From the last walk."""
         self._nests = False  # whether the last walk found a tensor in one of these
         self._cpu_stays = False
         self._on_device: set[str] = set()
-        """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
+        """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a
+        name, a tensor on the CPU must move."""
         self.frameworks = frameworks_of(inner)
         by_framework = next(filter(None, (each.external for each in self.frameworks)), None)
         self.external = "the caller says so (external=True)" if external else by_framework
@@ -84,31 +116,39 @@ class ModuleAdapter(Adapter):
             self._cpu_stays = self._is_mixed(inner)
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
-        """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator already. Decided before adoption."""
-        weights = [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
+        """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator
+        already. Decided before adoption."""
+        weights = (
+            [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
+        )
         return any(weight.device == self.compute_device for weight in weights)
 
     def owned(self) -> Iterator[Owned]:
-        """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live
-        autograd graph are transient. Raises RegistrationError: a tensor was added that cannot be moved as bytes."""
+        """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it
+        wraps. Gradients and tensors of a live autograd graph are transient. Raises
+        RegistrationError: a tensor was added that cannot be moved as bytes."""
         module, self.steady = self.root(), None
         if module is None:
             return iter(())
         modules: list[torch.nn.Module] = []
         found = self._collect(module, modules)
-        # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
-        # A walk for handing back refuses nothing, so the next one has to look at everything.
+        # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or
+        # that are inside wrappers or containers. A walk for handing back refuses nothing, so the
+        # next one has to look at everything.
         is_loose = any(each.transient or each.wrapper is not None for each in found)
         if not (is_loose or self.frameworks or self._nests or self._immovable or self.hands_back):
             with suppress(KeyError):
-                self.steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
+                self.steady = Steady(
+                    modules, [owned.tensor for owned in found], frozenset(self._containers)
+                )
         return iter(found)
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names
 
     def key_objects(self) -> Sequence[Any]:
-        """The module and, if it is compiled, the module inside; without those that were garbage-collected."""
+        """The module and, if it is compiled, the module inside; without those that were
+        garbage-collected."""
         return [key for key in (alive() for alive in self._keys) if key is not None]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -116,9 +156,14 @@ class ModuleAdapter(Adapter):
         return [each for _, each in self.named_parameters()]
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors of the module that have a gradient now, including those that stay on the CPU."""
+        """The tensors of the module that have a gradient now, including those that stay on the
+        CPU."""
         parameters = [each for each in self.parameters() if each.grad is not None]
-        return iter({id(each): each for each in itertools.chain(parameters, super().with_gradients())}.values())
+        return iter(
+            {
+                id(each): each for each in itertools.chain(parameters, super().with_gradients())
+            }.values()
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
@@ -132,7 +177,8 @@ class ModuleAdapter(Adapter):
                 yield name, own
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
-        """See `Framework.own_tensors`: the keys are those of tensors that the module has only for now, gathered for computing."""
+        """See `Framework.own_tensors`: the keys are those of tensors that the module has only for
+        now, gathered for computing."""
         return {shown: own for each in self.frameworks for shown, own in each.own_tensors().items()}
 
     def _collect(self, root: torch.nn.Module, modules: list[torch.nn.Module]) -> list[Owned]:
@@ -142,7 +188,9 @@ class ModuleAdapter(Adapter):
         held: dict[int, tuple[str, Any]] = {}
         found: list[Owned] = []
         self._other_names = {}
-        seen: dict[int, str] = {id(cache): "" for each in self.frameworks for cache in each.caches()}
+        seen: dict[int, str] = {
+            id(cache): "" for each in self.frameworks for cache in each.caches()
+        }
         self._shown = self.own_tensors()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
@@ -159,7 +207,13 @@ class ModuleAdapter(Adapter):
                         self._add(prefix + name, tensor, found, seen)
             self._add_attributes(prefix, fields, found, seen, held)
             if children := fields["_modules"]:
-                stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
+                stack.extend(
+                    [
+                        (f"{prefix}{name}.", child)
+                        for name, child in children.items()
+                        if child is not None
+                    ][::-1]
+                )
         for each in self.frameworks:
             for owned in each.tensors():
                 self._add(owned.name, owned.tensor, found, seen, owned.transient)
@@ -168,25 +222,57 @@ class ModuleAdapter(Adapter):
             self._add_held(held.values(), found, seen)
         return found
 
-    def _add_held(self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]) -> None:
-        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device, or share a storage of the module. The
-        object may be another's, too, so what cannot be moved is left and named."""
-        held = [each for path, value in values for each in nested_tensors(value, path, OBJECT_LEVELS) if id(each[1]) not in seen]
-        transient = {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)} if held else {}
+    def _add_held(
+        self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]
+    ) -> None:
+        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device,
+        or share a storage of the module. The object may be another's, too, so what cannot be moved
+        is left and named."""
+        held = [
+            each
+            for path, value in values
+            for each in nested_tensors(value, path, OBJECT_LEVELS)
+            if id(each[1]) not in seen
+        ]
+        transient = (
+            {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)}
+            if held
+            else {}
+        )
         for path, tensor in held:
-            keys = [part.untyped_storage()._cdata if has_bytes(part) else None for _, part in parts_of(tensor, path)]
+            keys = [
+                part.untyped_storage()._cdata if has_bytes(part) else None
+                for _, part in parts_of(tensor, path)
+            ]
             first = len(found)
-            if all(key in transient for key in keys) or all(self._is_free(part) for _, part in parts_of(tensor, path)):
-                self._add(path, tensor, found, seen, any(transient.get(key, False) for key in keys if key is not None))
+            if all(key in transient for key in keys) or all(
+                self._is_free(part) for _, part in parts_of(tensor, path)
+            ):
+                self._add(
+                    path,
+                    tensor,
+                    found,
+                    seen,
+                    any(transient.get(key, False) for key in keys if key is not None),
+                )
                 found[first:] = [owned._replace(held=True) for owned in found[first:]]
-            elif any(part.device == self.compute_device and nbytes_of(part) for _, part in parts_of(tensor, "")):
+            elif any(
+                part.device == self.compute_device and nbytes_of(part)
+                for _, part in parts_of(tensor, "")
+            ):
                 self._left.append((path, weakref.ref(tensor)))
             self._nests = True
 
     def _add_attributes(
-        self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str], held: dict[int, tuple[str, Any]]
+        self,
+        prefix: str,
+        fields: dict[str, Any],
+        found: list[Owned],
+        seen: dict[int, str],
+        held: dict[int, tuple[str, Any]],
     ) -> None:
-        # torch.nn.Module's constructor sets its fields in one go, so usually they come first and can be skipped without a look at each.
+        # torch.nn.Module's constructor sets its fields in one go, so usually they come first and
+        # can be skipped without a look at each.
         attributes = itertools.islice(fields.items(), len(MODULE_FIELDS) - 1, None)
         if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
@@ -203,12 +289,20 @@ class ModuleAdapter(Adapter):
                 self._nests = True
                 self._add(path, tensor, found, seen)
 
-    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: dict[int, str], transient: bool = False) -> None:
+    def _add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        found: list[Owned],
+        seen: dict[int, str],
+        transient: bool = False,
+    ) -> None:
         tensor = self._shown.get(id(tensor), tensor)
         if (first := seen.setdefault(id(tensor), name)) is not name:
             self._other_names[name] = first
             return
-        # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
+        # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the
+        # next forward.
         leaf = is_leaf(tensor)
         transient = transient or not leaf
         for path, part in parts_of(tensor, name):
@@ -220,10 +314,14 @@ class ModuleAdapter(Adapter):
                 if not is_plain(part, self.compute_device):
                     if self.hands_back:
                         continue
-                    raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self.compute_device)}.")
-                if not transient and not self.hands_back and is_lazy_view(part):  # a gradient moves with its range, and is in no state dict
+                    raise RegistrationError(
+                        f"{self._name!r}: {path!r} {problem_of(part, self.compute_device)}."
+                    )
+                # a gradient moves with its range, and is in no state dict
+                if not transient and not self.hands_back and is_lazy_view(part):
                     raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
-                if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
+                # an empty shard may be a view of padding, which has to move
+                if part.numel() or part.untyped_storage().nbytes():
                     found.append(Owned(path, part, transient, wrapper))
         if leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
@@ -234,13 +332,18 @@ class ModuleAdapter(Adapter):
             self._on_device.add(path)
         return self._cpu_stays and path not in self._on_device
 
-    def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
-        """Add a gradient, which may have any layout. One that cannot be moved is noted, so that the rest of the object still moves."""
+    def _add_gradient(
+        self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]
+    ) -> None:
+        """Add a gradient, which may have any layout. One that cannot be moved is noted, so that the
+        rest of the object still moves."""
         if is_sparse(gradient):
             if (first := seen.setdefault(id(gradient), name)) is not name:
                 self._other_names[name] = first
                 return
-            parts = [Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)]
+            parts = [
+                Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)
+            ]
             if self.external is not None:
                 found += parts
             elif not (self._cpu_stays and gradient.is_cpu):
@@ -249,18 +352,23 @@ class ModuleAdapter(Adapter):
                 else:
                     self._sparse.add(gradient)
                     found += parts
-        elif self.external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
+        elif self.external is None and any(
+            not self._can_go(part) for _, part in parts_of(gradient, name)
+        ):
             self._immovable.append((name, weakref.ref(gradient)))
         else:
             self._add(name, gradient, found, seen, transient=True)
 
     def _is_free(self, part: torch.Tensor) -> bool:
-        """Whether a part of a tensor that an object holds is on the device and can be moved from there."""
+        """Whether a part of a tensor that an object holds is on the device and can be moved from
+        there."""
         is_here = part.device == self.compute_device and not is_lazy_view(part)
         return is_here and (part.is_inference() or problem_of(part, self.compute_device) is None)
 
     def _can_go(self, part: torch.Tensor) -> bool:
-        return (is_plain(part, self.compute_device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
+        return (is_plain(part, self.compute_device) and not part.is_inference()) or (
+            self._cpu_stays and part.is_cpu
+        )
 
 
 def _kind_of(cls: Any) -> int:
@@ -268,11 +376,16 @@ def _kind_of(cls: Any) -> int:
         return _TENSOR
     if issubclass(cls, (list, tuple, deque, Mapping)):
         return _CONTAINER
-    return _OBJECT if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS else _NO_TENSOR
+    return (
+        _OBJECT
+        if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS
+        else _NO_TENSOR
+    )
 
 
 def _refuse_parts(name: str, module: torch.nn.Module) -> None:
-    """Refuse a module of which a part is sharded, wrapped or moved by a framework in a way that placement does not support."""
+    """Refuse a module of which a part is sharded, wrapped or moved by a framework in a way that
+    placement does not support."""
     refused = [advised for each in answering("refused_modules") for advised in each.refused_modules]
     asked = answering("refuse_part")
     answers: dict[type, list[Advised]] = {}
@@ -283,7 +396,11 @@ def _refuse_parts(name: str, module: torch.nn.Module) -> None:
             answers[cls] = [advised for advised in refused if advised.cls.is_of(part)]
         for advised in answers[cls]:
             if advised.is_about(part):
-                raise refusal(f"{name!r}{where}: {cls.__module__}.{cls.__qualname__}", _SUPPORTED, advised.advice)
+                raise refusal(
+                    f"{name!r}{where}: {cls.__module__}.{cls.__qualname__}",
+                    _SUPPORTED,
+                    advised.advice,
+                )
         for each in asked:
             if (reason := each.refuse_part(part)) is not None:
                 raise refusal(f"{name!r}{where}: {reason[0]}", _SUPPORTED, f"{reason[1]}, {TRACK}")

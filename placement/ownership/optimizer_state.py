@@ -1,4 +1,5 @@
-"""The optimizers inside a registered object, the tensors of their state, and the sizes of state that steps will create."""
+"""The optimizers inside a registered object, the tensors of their state, and the sizes of state
+that steps will create."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from placement.frameworks.base import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
-"""Attributes whose objects are looked into, of whatever class they are. In others, optimizers are found by what they are."""
+"""Attributes whose objects are looked into, of whatever class they are. In others, optimizers are
+found by what they are."""
 _OF_THE_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
-"""Attributes of every optimizer. They have as many entries as there are parameters, and no optimizers."""
+"""Attributes of every optimizer. They have as many entries as there are parameters, and no
+optimizers."""
 _PARAMETERS = operator.itemgetter("params")
 _SHAPE = operator.attrgetter("shape")
 _DTYPE = operator.attrgetter("dtype")
@@ -40,13 +43,14 @@ class Leaf:
 
     @property
     def is_hollow(self) -> bool:
-        """Whether it has no state beside that of the optimizers that it holds. Its groups may then list stand-ins for parameters."""
+        """Whether it has no state beside that of the optimizers that it holds. Its groups may then
+        list stand-ins for parameters."""
         return self.wraps and not self.optimizer.state
 
 
 def optimizers_in(root: Any) -> tuple[list[Any], list[Leaf]]:
-    """All objects on the way to the optimizers in an object, and each optimizer with a state of its own, inner ones first. There are none
-    in None, an object that was garbage-collected."""
+    """All objects on the way to the optimizers in an object, and each optimizer with a state of its
+    own, inner ones first. There are none in None, an object that was garbage-collected."""
     objects: list[Any] = []
     leaves: list[Leaf] = []
     visited: set[int] = set()
@@ -60,12 +64,20 @@ def optimizers_in(root: Any) -> tuple[list[Any], list[Leaf]]:
                 objects.append(obj)
                 waiting.append((obj, path, len(leaves)))  # looked at once what it wraps has been
                 inner = _wrapped(obj)
-                if (first := next(inner, None)) is not None and own_state(obj) is None:  # else the inner ones are replaced at every load
-                    waiting += [(each, f"{path}{name}.", None) for name, each in reversed([first, *inner])]
+                # else the inner ones are replaced at every load
+                if (first := next(inner, None)) is not None and own_state(obj) is None:
+                    waiting += [
+                        (each, f"{path}{name}.", None) for name, each in reversed([first, *inner])
+                    ]
             continue
         state = getattr(obj, "__dict__", {}).get("state")
-        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
-        if isinstance(state, Mapping) and id(state) not in states and isinstance(getattr(obj, "param_groups", None), list):
+        # A wrapper may hand through the state of what it wraps; then it is counted there, where a
+        # twin can be made of it.
+        if (
+            isinstance(state, Mapping)
+            and id(state) not in states
+            and isinstance(getattr(obj, "param_groups", None), list)
+        ):
             states.add(id(state))
             leaves.append(Leaf(path, obj, wraps=len(leaves) > num_before))
     return objects, leaves
@@ -77,7 +89,8 @@ def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
     for name in WRAPPING:
         # Some wrappers offer the optimizer inside as a property.
         if name not in fields and isinstance(getattr(type(obj), name, None), property):
-            with contextlib.suppress(Exception):  # Megatron's property asserts that its chain has exactly one optimizer
+            # Megatron's property asserts that its chain has exactly one optimizer
+            with contextlib.suppress(Exception):
                 fields[name] = getattr(obj, name)
     for name, value in fields.items():
         if name not in _OF_THE_OPTIMIZER:
@@ -86,24 +99,31 @@ def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_optimizer(cls: Any) -> bool:
-    """Whether objects of a class are optimizers, or wrap some: they step and drop gradients. A module is none, nor is an engine."""
+    """Whether objects of a class are optimizers, or wrap some: they step and drop gradients. A
+    module is none, nor is an engine."""
     if issubclass(cls, torch.optim.Optimizer):
         return True
-    return not issubclass(cls, torch.nn.Module) and all(callable(getattr(cls, name, None)) for name in ("step", "zero_grad"))
+    return not issubclass(cls, torch.nn.Module) and all(
+        callable(getattr(cls, name, None)) for name in ("step", "zero_grad")
+    )
 
 
 @functools.cache
 def _may_hold(cls: Any) -> bool:
-    """Whether a container with objects of a class is looked into: they are optimizers, or containers that may have some."""
+    """Whether a container with objects of a class is looked into: they are optimizers, or
+    containers that may have some."""
     return _is_optimizer(cls) or issubclass(cls, (list, tuple, Mapping))
 
 
-def _objects_in(value: Any, name: str, *, of_any_class: bool, depth: int = 3) -> Iterator[tuple[str, Any]]:
+def _objects_in(
+    value: Any, name: str, *, of_any_class: bool, depth: int = 3
+) -> Iterator[tuple[str, Any]]:
     """The optimizers in an attribute, through containers in containers."""
     kind: Any = type(value)
     if isinstance(value, (list, tuple, Mapping)):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        parts: Collection[Any] = value.values() if isinstance(value, Mapping) else value  # a million numbers: C looks at their types
+        # a million numbers: C looks at their types
+        parts: Collection[Any] = value.values() if isinstance(value, Mapping) else value
         is_looked_into = depth and (of_any_class or any(map(_may_hold, {*map(type, parts)})))
         for index, (key, part) in enumerate(pairs if is_looked_into else ()):
             # A key may be a parameter, whose text shows all its values: it must not be read.
@@ -114,7 +134,8 @@ def _objects_in(value: Any, name: str, *, of_any_class: bool, depth: int = 3) ->
 
 
 def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-    """The distinct parameters that the optimizers step, in the order of the optimizers and their groups."""
+    """The distinct parameters that the optimizers step, in the order of the optimizers and their
+    groups."""
     distinct: dict[int, torch.Tensor] = {}
     for leaf in leaves:
         for group in leaf.optimizer.param_groups:
@@ -123,8 +144,11 @@ def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
     return list(distinct.values())
 
 
-def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
-    """The state's tensors, `levels` objects deep: name, key in an entry, group, tensor. Those without a parameter come last."""
+def state_of(
+    leaf: Leaf, levels: int = 1
+) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
+    """The state's tensors, `levels` objects deep: name, key in an entry, group, tensor. Those
+    without a parameter come last."""
     state: Mapping[Any, Any] = leaf.optimizer.state
     if not state:
         return
@@ -138,33 +162,53 @@ def state_of(leaf: Leaf, levels: int = 1) -> Iterator[tuple[str, str, Mapping[st
         unlisted = "unlisted" if isinstance(owner, torch.Tensor) else owner
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, (dict, Mapping)):
-            yield from ((name, str(owner), group, tensor) for name, tensor in nested_tensors(entry, label, levels))
+            yield from (
+                (name, str(owner), group, tensor)
+                for name, tensor in nested_tensors(entry, label, levels)
+            )
             continue
         for key, value in entry.items():
             if isinstance(value, torch.Tensor):
                 yield f"{label}.{key}", str(key), group, value
             elif not isinstance(value, _NUMBERS):
-                yield from ((name, str(key), group, tensor) for name, tensor in nested_tensors(value, f"{label}.{key}", levels))
+                yield from (
+                    (name, str(key), group, tensor)
+                    for name, tensor in nested_tensors(value, f"{label}.{key}", levels)
+                )
     tables = itertools.chain.from_iterable(asked("optimizer_tables", leaf.optimizer))
     yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in tables)
 
 
 def tensors_in_groups(leaves: Sequence[Leaf]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors among the settings of parameter groups (a learning rate), which never move: schedulers use them outside phases."""
+    """The tensors among the settings of parameter groups (a learning rate), which never move:
+    schedulers use them outside phases."""
     for leaf in leaves:
         for index, group in enumerate(leaf.optimizer.param_groups):
             for key, value in group.items():
                 if key != "params" and not isinstance(value, _NUMBERS):
-                    yield from nested_tensors(value, f"{leaf.path}param_groups.{index}.{key}", levels=1)
+                    yield from nested_tensors(
+                        value, f"{leaf.path}param_groups.{index}.{key}", levels=1
+                    )
 
 
-def tensors_beside(leaves: Sequence[Leaf], objects: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that no walk of the state finds: deeper in its objects, in other attributes of these objects, in parameter groups."""
+def tensors_beside(
+    leaves: Sequence[Leaf], objects: Sequence[Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that no walk of the state finds: deeper in its objects, in other attributes of these
+    objects, in parameter groups."""
     for leaf in leaves:
         found = {id(tensor) for *_, tensor in state_of(leaf)}
-        yield from ((name, tensor) for name, *_, tensor in state_of(leaf, levels=4) if id(tensor) not in found)
+        yield from (
+            (name, tensor)
+            for name, *_, tensor in state_of(leaf, levels=4)
+            if id(tensor) not in found
+        )
     for obj in objects:
-        others = {name: value for name, value in getattr(obj, "__dict__", {}).items() if name not in _OF_THE_OPTIMIZER}
+        others = {
+            name: value
+            for name, value in getattr(obj, "__dict__", {}).items()
+            if name not in _OF_THE_OPTIMIZER
+        }
         yield from nested_tensors(others, type(obj).__name__, levels=1)
     yield from tensors_in_groups(leaves)
 
@@ -174,9 +218,14 @@ def is_born(optimizer: Any) -> bool:
 
 
 def is_all_born(optimizer: Any, given: Container[int]) -> bool:
-    """Whether an optimizer has state for every parameter that may get a gradient; those in `given` get one without autograd."""
+    """Whether an optimizer has state for every parameter that may get a gradient; those in `given`
+    get one without autograd."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return all(has_state(optimizer.state.get(each, {})) for each in parameters if each.requires_grad or id(each) in given)
+    return all(
+        has_state(optimizer.state.get(each, {}))
+        for each in parameters
+        if each.requires_grad or id(each) in given
+    )
 
 
 def has_state(entry: Any) -> bool:
@@ -184,45 +233,72 @@ def has_state(entry: Any) -> bool:
 
 
 Form = tuple[int, torch.Size, torch.dtype]
-"""The identity of a parameter, and what the size of its state depends on. A parameter may get other data, and when one is freed, another
-one may get its identity."""
+"""The identity of a parameter, and what the size of its state depends on. A parameter may get other
+data, and when one is freed, another one may get its identity."""
 
 
 class Unborn:
-    """State that later steps of one optimizer will create, parameter by parameter: an expert's comes with its first token. `sizes` are
-    bytes of each storage of it; for `stepped` see `stepped_by`."""
+    """State that later steps of one optimizer will create, parameter by parameter: an expert's
+    comes with its first token. `sizes` are bytes of each storage of it; for `stepped` see
+    `stepped_by`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[Form, Sequence[int]], stepped: Sequence[int]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sizes: Mapping[Form, Sequence[int]],
+        stepped: Sequence[int],
+    ) -> None:
         self._optimizer = reference(optimizer)
-        self._by_parameter = dict(sizes)  # the sizes for each parameter in the groups that had no state when it was looked at
+        # the sizes for each parameter in the groups that had no state when it was looked at
+        self._by_parameter = dict(sizes)
         self._stepped = stepped
         self._missing = list(sizes)  # the stepped parameters that had no state at the last look
         self._num_entries = self._num_parameters = -1
-        """How many entries the state had at the last look, and how many parameters the groups, if all of these had state."""
+        """How many entries the state had at the last look, and how many parameters the groups, if
+        all of these had state."""
 
     def follow(self, compute_device: torch.device, given: Callable[[], Collection[int]]) -> bool:
-        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen. Returns whether others
-        have no state than at the last look. `given`: see `stepped_by`; it is called only where parameters or state have come or gone."""
+        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen
+        and unfrozen. Returns whether others have no state than at the last look. `given`: see
+        `stepped_by`; it is called only where parameters or state have come or gone."""
         optimizer = self._optimizer()
-        num_parameters = 0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
-        if optimizer is None or (self._had_all(optimizer) and num_parameters == self._num_parameters):
+        num_parameters = (
+            0 if optimizer is None else sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
+        )
+        if optimizer is None or (
+            self._had_all(optimizer) and num_parameters == self._num_parameters
+        ):
             return False
         stepped = stepped_by(optimizer, given())
-        if stepped == self._stepped and (self._had_all(optimizer) or len(optimizer.state) < self._num_entries):
-            return False  # where state was taken away, its place counts until the next offload takes note of that
+        if stepped == self._stepped and (
+            self._had_all(optimizer) or len(optimizer.state) < self._num_entries
+        ):
+            # where state was taken away, its place counts until the next offload takes note of that
+            return False
         self._stepped, before = stepped, self._missing
         missing = self._look(optimizer)
         if self._missing == before:
             return False
-        if new := [parameter for form, parameter in zip(self._missing, missing, strict=True) if form not in self._by_parameter]:
-            self._by_parameter |= _predicted(optimizer, compute_device, new) or dict.fromkeys(_forms(new), ())
-        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._by_parameter = {form: sizes for form, sizes in self._by_parameter.items() if form[0] in present}
+        if new := [
+            parameter
+            for form, parameter in zip(self._missing, missing, strict=True)
+            if form not in self._by_parameter
+        ]:
+            self._by_parameter |= _predicted(optimizer, compute_device, new) or dict.fromkeys(
+                _forms(new), ()
+            )
+        present = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        self._by_parameter = {
+            form: sizes for form, sizes in self._by_parameter.items() if form[0] in present
+        }
         return True
 
     @property
     def num_entries(self) -> int:
-        """The number of entries in the optimizer's state. If it grows, state was created. Costs nothing."""
+        """The number of entries in the optimizer's state. If it grows, state was created. Costs
+        nothing."""
         optimizer = self._optimizer()
         return 0 if optimizer is None else len(optimizer.state)
 
@@ -230,7 +306,11 @@ class Unborn:
         """Bytes of state that the first step of one parameter will create; 0 if it has state."""
         optimizer = self._optimizer()
         is_born = optimizer is None or has_state(optimizer.state.get(parameter, {}))
-        return 0 if is_born else sum(self._by_parameter.get((id(parameter), parameter.shape, parameter.dtype), ()))
+        return (
+            0
+            if is_born
+            else sum(self._by_parameter.get((id(parameter), parameter.shape, parameter.dtype), ()))
+        )
 
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""
@@ -241,7 +321,8 @@ class Unborn:
         return [size for form in self._missing for size in self._by_parameter.get(form, ())]
 
     def _had_all(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether every stepped parameter had state at the last look, and no entry has come or gone since. Costs nothing."""
+        """Whether every stepped parameter had state at the last look, and no entry has come or gone
+        since. Costs nothing."""
         return not self._missing and len(optimizer.state) == self._num_entries
 
     def _look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -249,27 +330,43 @@ class Unborn:
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
         awaited = {*self._stepped} - born
         everything = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
-        self._num_parameters = len(everything) if not awaited and born.issuperset(map(id, everything)) else -1
-        parameters = list(itertools.compress(everything, map(awaited.__contains__, map(id, everything))))
+        self._num_parameters = (
+            len(everything) if not awaited and born.issuperset(map(id, everything)) else -1
+        )
+        parameters = list(
+            itertools.compress(everything, map(awaited.__contains__, map(id, everything)))
+        )
         missing = dict(zip(_forms(parameters), parameters, strict=True))
         self._num_entries, self._missing = len(optimizer.state), list(missing)
         return list(missing.values())
 
 
-def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Collection[int] = ()) -> Unborn | None:
-    """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted: a
-    twin of the same class is stepped on meta tensors, which touches no memory, value, hook or random state of the user."""
+def unborn_state(
+    optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Collection[int] = ()
+) -> Unborn | None:
+    """The state that an optimizer's steps will create on the device, without 0-dimensional CPU
+    tensors. None if it cannot be predicted: a twin of the same class is stepped on meta tensors,
+    which touches no memory, value, hook or random state of the user."""
     stepped = stepped_by(optimizer, given)
     each_once = {*stepped}
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if id(each) in each_once]
+    parameters = [
+        each
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if id(each) in each_once
+    ]
     sizes = _predicted(optimizer, compute_device, parameters)
     return None if sizes is None else Unborn(optimizer, sizes, stepped)
 
 
 def stepped_by(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[int]:
     """Identities of the parameters that may get a gradient, in the order of the groups."""
-    parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))  # there may be tens of thousands
-    identities, stepped = list(map(id, parameters)), map(operator.attrgetter("requires_grad"), parameters)
+    # there may be tens of thousands
+    parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))
+    identities, stepped = (
+        list(map(id, parameters)),
+        map(operator.attrgetter("requires_grad"), parameters),
+    )
     if given:
         stepped = map(operator.or_, stepped, map(given.__contains__, identities))
     return list(itertools.compress(identities, stepped))
@@ -280,16 +377,20 @@ def _forms(parameters: Sequence[torch.Tensor]) -> Iterator[Form]:
 
 
 def _predicted(
-    optimizer: torch.optim.Optimizer, compute_device: torch.device, parameters: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    compute_device: torch.device,
+    parameters: Sequence[torch.Tensor],
 ) -> dict[Form, Sequence[int]] | None:
     """Bytes of each storage of the state of these parameters. None if they cannot be told."""
     python_state = random.getstate()
     devices = [compute_device] if compute_device.type == "cuda" else []
     try:
-        # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
+        # Under torch.device, so that a default device of the user does not put the twin's counters
+        # on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
             sizes = _step_twin(optimizer, frozenset(map(id, parameters)))
-    except Exception:  # a user's class may do anything in a step; its state is then measured once it exists
+    # a user's class may do anything in a step; its state is then measured once it exists
+    except Exception:
         return None
     finally:
         random.setstate(python_state)
@@ -297,20 +398,28 @@ def _predicted(
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:
-    """Bytes of each storage of the state, by identity of the optimizer's parameter. Two parameters of each form are stepped in a group: the
-    first may carry what all of them share, so the others are like the second."""
+    """Bytes of each storage of the state, by identity of the optimizer's parameter. Two parameters
+    of each form are stepped in a group: the first may carry what all of them share, so the others
+    are like the second."""
     forms = [_by_form(group["params"], stepped) for group in optimizer.param_groups]
     chosen = [[parameter for alike in by_form for parameter in alike[:2]] for by_form in forms]
     cls: Any = type(optimizer)
-    twin = cls([_twin_group(group, parameters) for group, parameters in zip(optimizer.param_groups, chosen, strict=True)])
+    twin = cls(
+        [
+            _twin_group(group, parameters)
+            for group, parameters in zip(optimizer.param_groups, chosen, strict=True)
+        ]
+    )
     for group, parameters in zip(twin.param_groups, chosen, strict=True):
         for parameter, source in zip(group["params"], parameters, strict=True):
             if id(source) in stepped:
                 parameter.grad = torch.empty_like(parameter)
-    for name, value in vars(optimizer).items():  # options of the constructor that are not in the groups (a block size)
+    # options of the constructor that are not in the groups (a block size)
+    for name, value in vars(optimizer).items():
         if type(value) in (bool, int, float, str) and type(vars(twin).get(name)) is type(value):
             setattr(twin, name, value)
-    # Call the innermost function, because the wrappers that torch's constructor puts around `step` run the user's global hooks.
+    # Call the innermost function, because the wrappers that torch's constructor puts around `step`
+    # run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
     sizes = _sizes_in(twin, optimizer, chosen)
     for by_form in forms:
@@ -321,13 +430,25 @@ def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dic
 
 
 def _sizes_in(
-    twin: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[torch.Tensor]]
+    twin: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    chosen: Sequence[Sequence[torch.Tensor]],
 ) -> dict[int, list[int]]:
-    """Bytes of each storage of the twin's state, by identity of the parameter of each group that was chosen in the optimizer."""
+    """Bytes of each storage of the twin's state, by identity of the parameter of each group that
+    was chosen in the optimizer."""
     sizes: dict[int, list[int]] = {}
-    theirs = [held for group in twin.param_groups for each in group["params"] for held in (each, each.grad) if held is not None]
-    seen = {held.untyped_storage()._cdata for held in theirs}  # state that is a parameter or its gradient takes no memory of its own
-    for group, parameters, original in zip(twin.param_groups, chosen, optimizer.param_groups, strict=True):
+    theirs = [
+        held
+        for group in twin.param_groups
+        for each in group["params"]
+        for held in (each, each.grad)
+        if held is not None
+    ]
+    # state that is a parameter or its gradient takes no memory of its own
+    seen = {held.untyped_storage()._cdata for held in theirs}
+    for group, parameters, original in zip(
+        twin.param_groups, chosen, optimizer.param_groups, strict=True
+    ):
         on_device = bool(original.get("fused") or original.get("capturable"))
         for parameter, source in zip(group["params"], parameters, strict=True):
             state = nested_tensors(twin.state.get(parameter, {}), "")
@@ -336,29 +457,36 @@ def _sizes_in(
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
                     continue
                 seen.add(storage._cdata)
-                # A fused step keeps its counter in float32, whatever the default dtype of the process.
+                # A fused step keeps its counter in float32, whatever the default dtype of the
+                # process.
                 if size := 4 if tensor.is_cpu and original.get("fused") else storage.nbytes():
                     sizes.setdefault(id(source), []).append(size)
     return sizes
 
 
-def _by_form(parameters: Sequence[torch.Tensor], stepped: Container[int]) -> list[list[torch.Tensor]]:
+def _by_form(
+    parameters: Sequence[torch.Tensor], stepped: Container[int]
+) -> list[list[torch.Tensor]]:
     """The parameters of one group in lists of those whose state has the same form."""
     found: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for each in parameters:
         part = _held(each)
-        found.setdefault((part.shape, part.dtype, part.stride(), type(each), id(each) in stepped), []).append(each)
+        found.setdefault(
+            (part.shape, part.dtype, part.stride(), type(each), id(each) in stepped), []
+        ).append(each)
     return list(found.values())
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded parameter, whose state has the same form: a step on DTensors may call collectives (a norm, a mean)."""
+    """This rank's part of a sharded parameter, whose state has the same form: a step on DTensors
+    may call collectives (a norm, a mean)."""
     parts = list(parts_of(parameter, ""))
     return parts[0][1] if len(parts) == 1 else parameter
 
 
 def _twin_of(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter like this one on the meta device. A scalar gets a dimension: meta tensors without one have no index by a mask (Rprop)."""
+    """A parameter like this one on the meta device. A scalar gets a dimension: meta tensors without
+    one have no index by a mask (Rprop)."""
     twin = torch.empty_like(parameter, device="meta")
     return torch.nn.Parameter(twin if twin.dim() else twin.reshape(1))
 
@@ -367,10 +495,13 @@ def _twin_group(group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> di
     twin: dict[str, Any] = {"params": [_twin_of(_held(parameter)) for parameter in parameters]}
     for key, value in group.items():
         if key in ("fused", "foreach", "capturable", "differentiable"):
-            # The plain implementation makes the same state, and is the only one that runs on meta tensors.
+            # The plain implementation makes the same state, and is the only one that runs on meta
+            # tensors.
             twin[key] = False
         elif isinstance(value, torch.Tensor):
-            twin[key] = 0.5  # the state's layout does not depend on a learning rate, and reading it could wait for the device
+            # the state's layout does not depend on a learning rate, and reading it could wait for
+            # the device
+            twin[key] = 0.5
         elif key not in ("params", "param_names"):
             twin[key] = copy.deepcopy(value)
     return twin
@@ -378,16 +509,18 @@ def _twin_group(group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> di
 
 # --- the step that torch makes to create state
 #
-# torch steps an optimizer without state to create its state, when it is asked for the optimizer's state dict.
-# `torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
-# parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
-# training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
+# torch steps an optimizer without state to create its state, when it is asked for the optimizer's
+# state dict. `torch.distributed.checkpoint.state_dict` makes this step, and so does code built on
+# it (VeOmni's `MultiOptimizer`). It gives every parameter a gradient of zeros, sets every learning
+# rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so training goes
+# on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
 
 _STATE_DICTS, _INITIAL_STEP = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 def undo_initial_step() -> bool:
-    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
+    """Put back the learning rates and drop the gradients if the step that is being refused is such
+    a step. Returns whether it is."""
     code = getattr(getattr(sys.modules.get(_STATE_DICTS), _INITIAL_STEP, None), "__code__", None)
     frame = sys._getframe()
     while code is not None and frame.f_back is not None:
@@ -404,7 +537,8 @@ def undo_initial_step() -> bool:
 
 @contextlib.contextmanager
 def no_initial_step() -> Iterator[None]:
-    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
+    """Keep torch from making the step. A state dict that is made inside shows the state that
+    exists, and none where there is none."""
     module: Any = sys.modules.get(_STATE_DICTS)
     plain = getattr(module, _INITIAL_STEP, None)
     if plain is None:

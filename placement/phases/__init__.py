@@ -1,1 +1,2 @@
-"""Phases: the stack of open phases, phase transitions from plan to moved bytes, and the checks on the way (leases, writes, audits)."""
+"""Phases: the stack of open phases, phase transitions from plan to moved bytes, and the checks on
+the way (leases, writes, audits)."""

@@ -1,4 +1,5 @@
-"""Snapshots of a manager's state, and audits, which compare the declared state with the measured one."""
+"""Snapshots of a manager's state, and audits, which compare the declared state with the measured
+one."""
 
 from __future__ import annotations
 
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from placement.phases.stack import PhaseStack
 
 
-_OTHERS_SECONDS = 1.0  # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
+# NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
+_OTHERS_SECONDS = 1.0
 
 
-def take_snapshot(stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal) -> Snapshot:
+def take_snapshot(
+    stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal
+) -> Snapshot:
     """The state of the manager and all handles at this moment. Takes no lock."""
     memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
-    handles = tuple(snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values())
+    handles = tuple(
+        snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values()
+    )
     return Snapshot(
         taken_timestamp_seconds=time.time(),
         policy=policy,
@@ -39,13 +45,17 @@ def take_snapshot(stack: PhaseStack, policy: str, worker_role: str, device: Devi
         policy_decisions=dict(journal.decisions),
         pairing_violations=journal.pairing_violations,
         unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
-        unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
+        unaccounted_bytes=memory.unaccounted_bytes
+        if outside.own_bytes is None
+        else outside.own_bytes,
         other_processes_bytes=outside.others_bytes,
         communicators=outside.communicators,
         communicator_bytes=outside.communicator_bytes,
         ipc_collected_bytes=device.ipc_collected_bytes,
         prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
-        disk_wait_seconds=0.0 if stack.reconciler.disk_tier is None else stack.reconciler.disk_tier.waited_seconds,
+        disk_wait_seconds=0.0
+        if stack.reconciler.disk_tier is None
+        else stack.reconciler.disk_tier.waited_seconds,
         wrong_writes=journal.wrong_writes,
         kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
         expired_keeps=journal.expired_keeps,
@@ -63,7 +73,14 @@ _OF_HANDLE = (
 )
 _OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes", "stale")
 _OF_COUNTERS = (
-    *("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes", "spilled_bytes", "disk_read_bytes"),
+    *(
+        "loaded_bytes",
+        "offloaded_bytes",
+        "skipped_bytes",
+        "prefetch_used_bytes",
+        "spilled_bytes",
+        "disk_read_bytes",
+    ),
     *("last_transition_timestamp_seconds", "registered_timestamp_seconds"),
 )
 """The fields that have the same name in a snapshot and where they come from."""
@@ -73,7 +90,9 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
     sources = ((handle, _OF_HANDLE), (storage, _OF_STORAGE), (counters, _OF_COUNTERS))
-    copied: dict[str, Any] = {name: getattr(source, name) for source, names in sources for name in names}
+    copied: dict[str, Any] = {
+        name: getattr(source, name) for source, names in sources for name in names
+    }
     return HandleSnapshot(
         **copied,
         owners=tuple(owner.name for owner in handle.owners),
@@ -91,9 +110,16 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     )
 
 
-def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]], outside: Outside) -> Audit:
-    """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
-    `written`: the handle's name and the description of each write into offloaded memory."""
+def audit(
+    handles: Mapping[str, Handle],
+    plan: Plan,
+    device: Device,
+    written: Sequence[tuple[str | None, str]],
+    outside: Outside,
+) -> Audit:
+    """Compare what every handle declares with its tensors and with the device. Looks at every
+    tensor, so not for the hot path. `written`: the handle's name and the description of each write
+    into offloaded memory."""
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -110,11 +136,21 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
-    lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
+    lines += [
+        (f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}")
+        for h in handles.values()
+    ]
     for handle in handles.values():
         handle.storage.look_at_framework_memory(everywhere=True)
-    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.kept_by_framework]
-    lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
+    kept_by_framework = [
+        (h.name, name, nbytes)
+        for h in handles.values()
+        for name, nbytes in h.storage.kept_by_framework
+    ]
+    lines += [
+        (f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device")
+        for handle, name, nbytes in kept_by_framework
+    ]
     lines += outside.report()
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     count = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
@@ -124,13 +160,16 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
         findings=tuple(findings),
         resident_bytes=resident,
         foreign_bytes=sum(nbytes for *_, nbytes in kept_by_framework),
-        unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
+        unaccounted_bytes=memory.unaccounted_bytes
+        if outside.own_bytes is None
+        else outside.own_bytes,
         report="\n".join(lines),
     )
 
 
 def chunk_bytes(handles: Iterable[Handle]) -> int:
-    """Bytes of chunks that all handles together hold, without their tensors in torch's own memory."""
+    """Bytes of chunks that all handles together hold, without their tensors in torch's own
+    memory."""
     return sum(handle.storage.chunk_bytes for handle in handles)
 
 
@@ -143,7 +182,11 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     except IntegrityError as error:
         yield Finding(handle=handle.name, what="leak", detail=str(error))
     if not belongs_on_device and (leftovers := handle.storage.leftovers) is not None:
-        yield Finding(handle=handle.name, what="leak", detail=f"{leftovers}, although it should be off the device")
+        yield Finding(
+            handle=handle.name,
+            what="leak",
+            detail=f"{leftovers}, although it should be off the device",
+        )
     holding = handle.holding
     if holding is None:
         return
@@ -154,31 +197,50 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
         return
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:
-        detail = f"{name} ({nbytes:,} bytes) is no longer at its address: something outside placement moved or replaced it"
+        detail = (
+            f"{name} ({nbytes:,} bytes) is no longer at its address: something outside placement "
+            "moved or replaced it"
+        )
         yield Finding(handle=handle.name, what="drift", detail=detail)
     if (detached := handle.detached_parameters()) > handle.detached_at_registration:
-        more, owners = detached - handle.detached_at_registration, ", ".join(owner.name for owner in handle.owners)
+        more, owners = (
+            detached - handle.detached_at_registration,
+            ", ".join(owner.name for owner in handle.owners),
+        )
         detail = (
-            f"it steps {more} parameter(s) that {owners} no longer has: "
-            "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make a new optimizer"
+            f"it steps {more} parameter(s) that {owners} no longer has: they were replaced "
+            "(load_state_dict(assign=True), a new layer), so the module does not learn. Make a new "
+            "optimizer"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
     for kind in unregistered(handle):
-        detail = f"a {kind} that is not registered stepped its parameters; its state stays on the device in every phase: register it"
+        detail = (
+            f"a {kind} that is not registered stepped its parameters; its state stays on the "
+            "device in every phase: register it"
+        )
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
     for name in holding.views_left_on_host():
-        detail = f"a view of {name} of a state dict, taken while the handle was offloaded, shows the host copy and not the device"
+        detail = (
+            f"a view of {name} of a state dict, taken while the handle was offloaded, shows the "
+            "host copy and not the device"
+        )
         yield Finding(handle=handle.name, what="stray_reference", detail=detail)
     handle.look_for_strays()
     if handle.stray_references:
-        detail = f"{handle.stray_references} references to its storages existed outside it at the last offload ({handle.stray_names})"
+        detail = (
+            f"{handle.stray_references} references to its storages existed outside it at the last "
+            f"offload ({handle.stray_names})"
+        )
         yield Finding(handle=handle.name, what="stray_reference", detail=detail)
 
 
 def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
-    """Raise IntegrityError if a handle's declared bytes differ from those that it, or the device, really holds."""
+    """Raise IntegrityError if a handle's declared bytes differ from those that it, or the device,
+    really holds."""
     for handle in handles.values():
         handle.check_integrity()
     held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
     if held != declared:
-        raise IntegrityError(f"{device.name} holds {held:,} bytes of chunks, the handles declare {declared:,}")
+        raise IntegrityError(
+            f"{device.name} holds {held:,} bytes of chunks, the handles declare {declared:,}"
+        )

@@ -13,12 +13,20 @@ Item = TypeVar("Item")
 
 
 class Hold(PhaseContext):
-    """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or task, and in any order with other holds.
+    """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or
+    task, and in any order with other holds.
 
-    While several holds are open, the latest that concerns a handle decides about it. A hold whose object is garbage-collected is released.
+    While several holds are open, the latest that concerns a handle decides about it. A hold whose
+    object is garbage-collected is released.
     """
 
-    def __init__(self, stack: Transitions, name: str, only: Iterable[str | Handle] | None, keeps_alive: object) -> None:
+    def __init__(
+        self,
+        stack: Transitions,
+        name: str,
+        only: Iterable[str | Handle] | None,
+        keeps_alive: object,
+    ) -> None:
         super().__init__(stack, name, only, None, keeps_alive, in_any_order=True)
         super().__enter__()
 
@@ -26,24 +34,29 @@ class Hold(PhaseContext):
         return f"<hold {self.name!r}, {'open' if self.is_open else 'released'}>"
 
     def release(self, error: BaseException | None = None) -> None:
-        """End the phase. Handles that no other open phase wants on the device are offloaded. Does nothing if it was released before.
+        """End the phase. Handles that no other open phase wants on the device are offloaded. Does
+        nothing if it was released before.
 
-        Handles that this hold had displaced come back at the next phase transition at which a plan wants them, not now: the phases that
-        are still open may use the memory.
+        Handles that this hold had displaced come back at the next phase transition at which a plan
+        wants them, not now: the phases that are still open may use the memory.
 
         Args:
-            error: the exception that ended the phase, if any. Failures of leaving then become notes on it, instead of being raised.
+            error: the exception that ended the phase, if any. Failures of leaving then become notes
+            on it, instead of being raised.
 
         Raises:
-            Exception: a handle could not be moved where it belongs. The hold is released all the same.
+            Exception: a handle could not be moved where it belongs. The hold is released all the
+            same.
         """
         if self.is_open:
             super().__exit__(None if error is None else type(error), error, None)
 
     def around(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Give the hold to an iterator over `items`, which releases it: for a generator that is returned and reads the device.
+        """Give the hold to an iterator over `items`, which releases it: for a generator that is
+        returned and reads the device.
 
-        The hold ends when the iterator is exhausted, raises, is closed, or is garbage-collected, even if nobody has begun to iterate.
+        The hold ends when the iterator is exhausted, raises, is closed, or is garbage-collected,
+        even if nobody has begun to iterate.
 
         Raises:
             TypeError: `items` is not iterable. The hold is released.
@@ -57,7 +70,12 @@ class Hold(PhaseContext):
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release(error)
 
 

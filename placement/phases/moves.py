@@ -1,8 +1,11 @@
-"""The moves of one phase transition: every handle goes to the state that a plan names. Nothing else moves handles.
+"""The moves of one phase transition: every handle goes to the state that a plan names. Nothing else
+moves handles.
 
-`Mover` is idempotent and looks only at where the handles are now, not at how they came there. `advance` is all or nothing; it is used to
-enter and switch phases. `retreat` moves every handle as far as possible; it is used to leave phases, after errors, and for recovery.
-A rollout engine that manages its own memory is told to load and offload its tags (parts of its memory, such as "weights").
+`Mover` is idempotent and looks only at where the handles are now, not at how they came there.
+`advance` is all or nothing; it is used to enter and switch phases. `retreat` moves every handle as
+far as possible; it is used to leave phases, after errors, and for recovery. A rollout engine that
+manages its own memory is told to load and offload its tags (parts of its memory, such as
+"weights").
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 
-_BEFORE_MOVES = ((Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),)
+_BEFORE_MOVES = (
+    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
+)
 _FROM_MOVES_ON = ((Trigger.OFFLOAD,), (Trigger.LOAD,), tuple(Trigger))
-"""The order of triggers in a phase transition. The bytes of all offloads and loads move between the two, at the same time."""
+"""The order of triggers in a phase transition. The bytes of all offloads and loads move between the
+two, at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
-_AFTER_ENGINES = "move what is left"  # what ranks propose to one another as the next stage, once engines have left
+# what ranks propose to one another as the next stage, once engines have left
+_AFTER_ENGINES = "move what is left"
 Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
@@ -51,14 +58,21 @@ def _lacks(engine: Handle, plan: Plan) -> bool:
 
 
 def _split(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
-    """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
+    """Split handles into those whose bytes placement moves, and engines that move their own
+    bytes."""
     engines = [handle for handle in handles.values() if isinstance(handle.storage, Residency)]
     return [handle for handle in handles.values() if handle not in engines], engines
 
 
 def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """The storages that the plan takes out of TRAINING, dropping their gradients."""
-    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING and target_of(h, plan)[0] is not h.state]
+    leaving = [
+        h
+        for h in handles
+        if h.name in plan.dropped
+        and h.state is State.TRAINING
+        and target_of(h, plan)[0] is not h.state
+    ]
     return tuple([h.holding for h in leaving if h.holding is not None])
 
 
@@ -72,18 +86,29 @@ class Mover:
     """Moves the handles of one device. Called with the manager's lock held.
     `finish`: called once all bytes are where they belong, before any arrive for later phases."""
 
-    def __init__(self, device: Device, journal: Journal, strict: bool, verifier: Verifier | None, finish: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        journal: Journal,
+        strict: bool,
+        verifier: Verifier | None,
+        finish: Callable[[], object],
+    ) -> None:
         self._device = device
         self._journal = journal
         self._strict = strict
         self._verifier = verifier
         self._finish = finish
-        self.chunk_pool = ChunkPool(device)  # the pool of the phase transition under way; between two, what the next one begins with
+        # the pool of the phase transition under way; between two, what the next one begins with
+        self.chunk_pool = ChunkPool(device)
         self._exchange = Exchange(device, self.chunk_pool, verifier)
-        """The exchange of the phase transition under way. Between two phase transitions: one that may take no memory from the driver."""
-        self._moved: dict[Handle, MoveResult] = {}  # results of the exchange. The state transition of a handle takes its result out.
+        """The exchange of the phase transition under way. Between two phase transitions: one that
+        may take no memory from the driver."""
+        # results of the exchange. The state transition of a handle takes its result out.
+        self._moved: dict[Handle, MoveResult] = {}
         self._complaints: list[Exception] = []
-        """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
+        """Errors to raise once the phase transition is complete. Raised at once, they would leave a
+        handle in the middle of a change."""
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     # --- all or nothing
@@ -99,29 +124,52 @@ class Mover:
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
-        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they need
-        to the driver. A failure does not bring engines back; the retreat that follows does. Where a handle's memory could not be got back,
-        it is in its target state, complete.
+        Engines that manage their own memory are offloaded first, and loaded last, after every rank
+        has returned the memory that they need to the driver. A failure does not bring engines back;
+        the retreat that follows does. Where a handle's memory could not be got back, it is in its
+        target state, complete.
 
-        `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-        `agree`: asks the group, when everything has moved and can still go back without new memory, and after the engines of any rank have
-        left or come. If it raises, everything goes back, unless on CoordinatorLost. None: nobody is asked.
-        `propose`: proposes each further stage to the group.
+        `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use
+        them in addition. `agree`: asks the group, when everything has moved and can still go back
+        without new memory, and after the engines of any rank have left or come. If it raises,
+        everything goes back, unless on CoordinatorLost. None: nobody is asked. `propose`: proposes
+        each further stage to the group.
         """
         # A broken handle fails only phase transitions that must move it.
-        if errors := [error for error in self._repair_all(handles.values()) if not isinstance(error, BrokenHandleError)]:
+        if errors := [
+            error
+            for error in self._repair_all(handles.values())
+            if not isinstance(error, BrokenHandleError)
+        ]:
             raise errors[0]
         others, engines = _split(handles)
         sources = {handle: handle.node for handle in others}
-        self._begin(room_bytes, dropping=_dropping(others, plan), staying=ahead.staying, is_together=agree is not None)
+        self._begin(
+            room_bytes,
+            dropping=_dropping(others, plan),
+            staying=ahead.staying,
+            is_together=agree is not None,
+        )
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
-            # Ranks that write a host copy together wait for one another there, and not while others wait for them in a vote.
-            writes = (each for each in others if each.holding is not None and each.holding.is_written_together and each.holding.on_device)
-            if agree is not None and (any(have_left) or any(not target_of(each, plan)[1] for each in writes)):
+            # Ranks that write a host copy together wait for one another there, and not while others
+            # wait for them in a vote.
+            writes = (
+                each
+                for each in others
+                if each.holding is not None
+                and each.holding.is_written_together
+                and each.holding.on_device
+            )
+            if agree is not None and (
+                any(have_left) or any(not target_of(each, plan)[1] for each in writes)
+            ):
                 agree(plan, "engines left", False)
                 propose(_AFTER_ENGINES)
-            paths = [(handle, _path(handle, source, target_of(handle, plan))) for handle, source in sources.items()]
+            paths = [
+                (handle, _path(handle, source, target_of(handle, plan)))
+                for handle, source in sources.items()
+            ]
             self._fire_steps(paths, _BEFORE_MOVES)
             self._move(paths)
             self._fire_steps(paths, _FROM_MOVES_ON)
@@ -150,7 +198,8 @@ class Mover:
         self.end_with(ahead)
 
     def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
-        """After an error: bring every handle back to its source state, unless the group's decision is unknown."""
+        """After an error: bring every handle back to its source state, unless the group's decision
+        is unknown."""
         if isinstance(cause, CoordinatorLost):
             for failure in self.complete(sources):
                 cause.add_note(f"placement: {failure}")
@@ -158,9 +207,15 @@ class Mover:
             return
         for holding in self._exchange.dropping:
             if not holding.on_device:
-                cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
+                cause.add_note(
+                    f"placement: the gradients of {holding.name!r} are lost: the plan drops them, "
+                    "and that was done before"
+                )
         # It takes over the freed chunks, which are enough.
-        for error in (*self.retreat({each.name: each for each in sources}, Plan({}), back_to=sources), *self.complete(sources)):
+        for error in (
+            *self.retreat({each.name: each for each in sources}, Plan({}), back_to=sources),
+            *self.complete(sources),
+        ):
             cause.add_note(f"placement: {error}")
 
     # --- as far as possible
@@ -175,19 +230,29 @@ class Mover:
         ahead: Ahead = NOTHING_AHEAD,
         is_together: bool = False,
     ) -> list[Exception]:
-        """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns the errors. `complete` comes once all
-        ranks have voted.
+        """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns
+        the errors. `complete` comes once all ranks have voted.
 
-        All bytes move at once, or none: then each handle moves its own. A write that was found ends the exchange, which is tried again:
-        a handle raises it once.
+        All bytes move at once, or none: then each handle moves its own. A write that was found ends
+        the exchange, which is tried again: a handle raises it once.
         """
         others, engines = _split(handles)
         errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        self._begin(dropping=_dropping(others, plan), staying=ahead.staying, while_copying=while_copying, is_together=is_together)
-        targets = {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
+        self._begin(
+            dropping=_dropping(others, plan),
+            staying=ahead.staying,
+            while_copying=while_copying,
+            is_together=is_together,
+        )
+        targets = (
+            {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
+        )
         paths: list[tuple[Handle, list[Trigger]]] = []
         try:
-            errors += self._each(others, lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))))
+            errors += self._each(
+                others,
+                lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))),
+            )
             is_moved = any(triggers for _, triggers in paths)
             self._fire_steps(paths, _BEFORE_MOVES, errors)
             for _ in range(len(paths) + 1):
@@ -200,22 +265,30 @@ class Mover:
                     break
             self._fire_steps(paths, _FROM_MOVES_ON, errors)
             if is_moved or errors:
-                errors += self._repair_all([handle for handle in others if handle.storage.is_complete])
+                errors += self._repair_all(
+                    [handle for handle in others if handle.storage.is_complete]
+                )
             self._drop_gradients(others)
             self._finish()
         finally:
             self._end()
         errors += self._complaints
         self._complaints = []
-        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
-        engines = [engine for engine in engines if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)]
+        # An engine that could not leave is not asked again in this phase transition, because that
+        # may mean waiting again.
+        engines = [
+            engine
+            for engine in engines
+            if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)
+        ]
         errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
         if not errors:
             self.end_with(ahead)
         return errors
 
     def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
-        """Repair every handle and do something with it, even if that fails for some. Returns the errors."""
+        """Repair every handle and do something with it, even if that fails for some. Returns the
+        errors."""
         errors: list[Exception] = []
         for handle in handles:
             try:
@@ -228,17 +301,23 @@ class Mover:
     # --- the beginning and the end of a phase transition
 
     def _begin(self, room_bytes: int = 0, **fields: Any) -> None:
-        """Begin a phase transition with the chunks that the one before left, and with these fields of its `Exchange`."""
+        """Begin a phase transition with the chunks that the one before left, and with these fields
+        of its `Exchange`."""
         self.chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
-        self._exchange, self._moved = Exchange(self._device, self.chunk_pool, self._verifier, **fields), {}
+        self._exchange, self._moved = (
+            Exchange(self._device, self.chunk_pool, self._verifier, **fields),
+            {},
+        )
 
     def _end(self) -> None:
-        """End the phase transition: forget it, except for errors still to be raised, and return its chunks to the driver."""
+        """End the phase transition: forget it, except for errors still to be raised, and return its
+        chunks to the driver."""
         self._begin()
         self.chunk_pool.release()
 
     def end_with(self, ahead: Ahead) -> None:
-        """End the phase transition: what arrives early gets the memory that it has freed (an exit has none left), the driver the rest."""
+        """End the phase transition: what arrives early gets the memory that it has freed (an exit
+        has none left), the driver the rest."""
         try:
             if ahead.begin is not None:
                 ahead.begin(self.chunk_pool)
@@ -249,15 +328,22 @@ class Mover:
         """After the moves: drop the gradients of what has left TRAINING and stays on the device."""
         for handle in handles if self._exchange.dropping else ():
             holding = handle.holding
-            if holding in self._exchange.dropping and holding is not None and holding.on_device and handle.state is not State.TRAINING:
+            if (
+                holding in self._exchange.dropping
+                and holding is not None
+                and holding.on_device
+                and handle.state is not State.TRAINING
+            ):
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
 
     def complete(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Commit the loads that waited for the group's decision, whatever it is: the other ranks do it, too. Returns the errors."""
+        """Commit the loads that waited for the group's decision, whatever it is: the other ranks do
+        it, too. Returns the errors."""
         errors: list[Exception] = []
         incomplete = [each for each in handles if not each.storage.is_complete]
-        for handle in sorted(incomplete, key=lambda each: each.kind != "optimizer"):  # first the masters from which weights are cast
+        # first the masters from which weights are cast
+        for handle in sorted(incomplete, key=lambda each: each.kind != "optimizer"):
             if (holding := handle.holding) is not None:
                 try:
                     holding.complete()
@@ -272,16 +358,31 @@ class Mover:
     # --- the bytes
 
     def _move(self, paths: Paths, *, releases_at_once: bool = False) -> None:
-        """Move the bytes of all handles whose next trigger is a load or an offload, at once. `_work` takes the results from `_moved`."""
-        moving = [(handle, triggers[0]) for handle, triggers in paths if triggers and triggers[0] in _MOVES and handle.holding]
+        """Move the bytes of all handles whose next trigger is a load or an offload, at once.
+        `_work` takes the results from `_moved`."""
+        moving = [
+            (handle, triggers[0])
+            for handle, triggers in paths
+            if triggers and triggers[0] in _MOVES and handle.holding
+        ]
         if not moving:
             return
-        leaving = {h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding}
+        leaving = {
+            h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding
+        }
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
-        texts = [f"{verb} {', '.join(h.name for h in those.values())}" for verb, those in (("offload", leaving), ("load", coming)) if those]
-        with self._failing(moving), record_function(f"placement: {'; '.join(texts)}"):  # in the traces of torch's profiler
+        texts = [
+            (f"{verb} {', '.join(h.name for h in those.values())}")
+            for verb, those in (("offload", leaving), ("load", coming))
+            if those
+        ]
+        # in the traces of torch's profiler
+        with self._failing(moving), record_function(f"placement: {'; '.join(texts)}"):
             moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)
-        self._moved |= {handle: moved.get(holding, MoveResult()) for holding, handle in (leaving | coming).items()}
+        self._moved |= {
+            handle: moved.get(holding, MoveResult())
+            for holding, handle in (leaving | coming).items()
+        }
 
     @contextmanager
     def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
@@ -295,15 +396,21 @@ class Mover:
 
     # --- one state transition
 
-    def _fire_steps(self, paths: Paths, steps: Iterable[Sequence[Trigger]], errors: list[Exception] | None = None) -> None:
-        """Fire the triggers of these steps, taking them off the paths. `errors`: gets the error of each handle that cannot go on, while the
-        others do; None: the first error is raised."""
+    def _fire_steps(
+        self,
+        paths: Paths,
+        steps: Iterable[Sequence[Trigger]],
+        errors: list[Exception] | None = None,
+    ) -> None:
+        """Fire the triggers of these steps, taking them off the paths. `errors`: gets the error of
+        each handle that cannot go on, while the others do; None: the first error is raised."""
         for step in steps:
             for handle, triggers in paths:
                 try:
                     while triggers and triggers[0] in step:
                         trigger = triggers.pop(0)
-                        # State that a first step created is in torch's own memory, and counted there, until the first offload.
+                        # State that a first step created is in torch's own memory, and counted
+                        # there, until the first offload.
                         if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
                             handle.storage.measure_unadopted()
                         self._fire(handle, trigger)
@@ -314,9 +421,11 @@ class Mover:
                     triggers.clear()
 
     def _fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
-        """Make one state transition: do its work, commit it, record it. `tags`: those that an engine moves; None: those on the device."""
+        """Make one state transition: do its work, commit it, record it. `tags`: those that an
+        engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
-        if trigger in _MOVES and handle not in self._moved:  # this is recovery, or the exchange of all has failed
+        # this is recovery, or the exchange of all has failed
+        if trigger in _MOVES and handle not in self._moved:
             with self._failing([(handle, trigger)]):
                 handle.require(trigger)
             self._move([(handle, [trigger])])
@@ -330,13 +439,21 @@ class Mover:
         self._record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None) -> MoveResult:
-        """Do what is left before the commit, once the bytes of a storage have moved. An engine moves its own bytes here."""
+        """Do what is left before the commit, once the bytes of a storage have moved. An engine
+        moves its own bytes here."""
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
-        if trigger in _BEGIN_OF_TRAINING and handle.published is not None and handle.holding is not None:
-            handle.published.keep(handle.holding)  # the next `weight_changes` compares with these values
+        if (
+            trigger in _BEGIN_OF_TRAINING
+            and handle.published is not None
+            and handle.holding is not None
+        ):
+            # the next `weight_changes` compares with these values
+            handle.published.keep(handle.holding)
         if handle.state is State.SYNCING:
-            self._device.trim()  # the buckets' memory, in torch's cache or lent to another process, is for who comes next
+            # the buckets' memory, in torch's cache or lent to another process, is for who comes
+            # next
+            self._device.trim()
         if trigger not in _MOVES:
             return MoveResult()
         if isinstance(residency := handle.storage, Residency):
@@ -351,7 +468,11 @@ class Mover:
             guards.install_on_new(handle)
         if trigger is Trigger.OFFLOAD and holding not in self._exchange.dropping:
             self._complaints += holding.immovable()
-        if trigger is Trigger.LOAD and handle not in self._told_of_views and holding.warn_of_views():
+        if (
+            trigger is Trigger.LOAD
+            and handle not in self._told_of_views
+            and holding.warn_of_views()
+        ):
             self._told_of_views.add(handle)
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
         self._complaints += moved.complaints(handle.name)
@@ -359,7 +480,14 @@ class Mover:
             self._complaints.append(error)
         return moved
 
-    def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:
+    def _record(
+        self,
+        handle: Handle,
+        trigger: Trigger,
+        source: State,
+        began_seconds: float,
+        moved: MoveResult,
+    ) -> None:
         now = time.monotonic()
         record = Record(
             at_seconds=now,
@@ -379,17 +507,30 @@ class Mover:
         self._journal.record(handle.counters, record)
 
     def _repair_all(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Repair every handle after failed moves, those that free memory before those that need it. Returns the errors."""
-        doubtful = [each for each in handles if each.storage.lost != each.broken or not each.storage.is_consistent_in(each.state)]
+        """Repair every handle after failed moves, those that free memory before those that need it.
+        Returns the errors."""
+        doubtful = [
+            each
+            for each in handles
+            if each.storage.lost != each.broken or not each.storage.is_consistent_in(each.state)
+        ]
         return self._each(sorted(doubtful, key=lambda each: each.is_on_device), lambda _: None)
 
     def _repair(self, handle: Handle) -> None:
-        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes."""
+        """Repair a handle after a failed move: bytes follow the stored decision, and the state
+        follows the bytes."""
         holding, residency = handle.holding, handle.storage
         if isinstance(residency, Residency):
             handle.broken = residency.doubt
-            if residency.doubt is None and bool(residency.resident_tags) is (handle.state is State.CPU_OFFLOADED):
-                self._fire_all(handle, (State.GPU_RESIDENT, True) if residency.resident_tags else (State.CPU_OFFLOADED, False))
+            if residency.doubt is None and bool(residency.resident_tags) is (
+                handle.state is State.CPU_OFFLOADED
+            ):
+                self._fire_all(
+                    handle,
+                    (State.GPU_RESIDENT, True)
+                    if residency.resident_tags
+                    else (State.CPU_OFFLOADED, False),
+                )
             return
         try:
             if holding is not None:
@@ -397,20 +538,28 @@ class Mover:
         except Exception as error:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
-        # The device works again. Nothing was lost by an earlier error, because the decision had been stored before it.
+        # The device works again. Nothing was lost by an earlier error, because the decision had
+        # been stored before it.
         handle.broken = handle.storage.lost
-        if holding is not None and holding.on_device is (handle.state is State.CPU_OFFLOADED) and not handle.is_streaming:
+        if (
+            holding is not None
+            and holding.on_device is (handle.state is State.CPU_OFFLOADED)
+            and not handle.is_streaming
+        ):
             self._fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
 
     # --- engines that manage their own memory
 
     def _engine_leaves(self, handle: Handle, plan: Plan) -> bool:
-        """Offload the tags that the plan does not want on the device. Returns whether there were any."""
+        """Offload the tags that the plan does not want on the device. Returns whether there were
+        any."""
         residency, stays = _residency_of(handle), wanted_tags(handle, plan)
         if residency.resident_tags <= stays:
             return False
         if residency.resident_tags & stays:
-            self._move_part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident_tags - stays))
+            self._move_part(
+                handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident_tags - stays)
+            )
         else:
             self._fire_all(handle, (State.CPU_OFFLOADED, False))
         return True
@@ -425,13 +574,17 @@ class Mover:
             _residency_of(handle).reopen()
 
     def _fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
-        """Fire an engine's triggers from the state of its machine, which may not be the state that the tags say. `tags`: those to load."""
+        """Fire an engine's triggers from the state of its machine, which may not be the state that
+        the tags say. `tags`: those to load."""
         for trigger in PATHS[(handle.state, handle.state is not State.CPU_OFFLOADED), target]:
             self._fire(handle, trigger, tags)
 
     def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
-        """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""
+        """Load or offload some tags of an engine. Its state does not change, but the move is
+        recorded."""
         began = time.monotonic()
         with self._failing([(handle, trigger)]):
             copied = work()
-        self._record(handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied))
+        self._record(
+            handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied)
+        )

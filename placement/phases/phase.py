@@ -1,8 +1,9 @@
-"""A phase as its user sees it (`Phase`), the open phases of one manager with their plans (`OpenPhases`), and the manager's lock
-(`TransitionLock`).
+"""A phase as its user sees it (`Phase`), the open phases of one manager with their plans
+(`OpenPhases`), and the manager's lock (`TransitionLock`).
 
-`manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`. A phase belongs to the thread or asyncio task that
-opened it. `Manager.enter` opens a phase that belongs to none, for frameworks whose hooks run in different threads.
+`manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`. A phase
+belongs to the thread or asyncio task that opened it. `Manager.enter` opens a phase that belongs to
+none, for frameworks whose hooks run in different threads.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def here() -> Any:
 def _holder_name(holder: Any) -> str:
     if holder is None:
         return "enter()"
-    return f"task {holder.get_name()!r}" if isinstance(holder, asyncio.Task) else f"thread {holder.name!r}"
+    return (
+        (f"task {holder.get_name()!r}")
+        if isinstance(holder, asyncio.Task)
+        else f"thread {holder.name!r}"
+    )
 
 
 _NO_PLAN = Plan({})
@@ -52,12 +57,14 @@ class OpenPhase:
     name: str
     only: tuple[str, ...] | None
     holder: Any
-    in_any_order: bool = False  # whether the phase may be left while others are open inside it: it is a hold
+    # whether the phase may be left while others are open inside it: it is a hold
+    in_any_order: bool = False
     plan: Plan = _NO_PLAN
     kept: set[str] = field(default_factory=set)
     is_abandoned: bool = False
-    """Whether nobody will leave it any more: its context or manager was collected, or an exception or an interrupt has passed through it.
-    It is left as soon as no other phase is open inside it, a hold at once."""
+    """Whether nobody will leave it any more: its context or manager was collected, or an exception
+    or an interrupt has passed through it. It is left as soon as no other phase is open inside it, a
+    hold at once."""
 
 
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
@@ -71,7 +78,8 @@ class OpenPhases:
         self._planner = planner
         self._handles = handles
         self.all: tuple[OpenPhase, ...] = ()  # the open phases, outermost first
-        self.kept: frozenset[str] = frozenset()  # names of the handles that `Phase.keep` carries from the last phase into this one
+        # names of the handles that `Phase.keep` carries from the last phase into this one
+        self.kept: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -86,26 +94,40 @@ class OpenPhases:
     # --- what may be done with a phase
 
     def check_holder(self, name: str) -> None:
-        """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody."""
+        """Refuse to open phase `name` unless all open phases belong to this task, to this thread,
+        or to nobody."""
         for each in self.all:
-            if each.holder not in (None, threading.current_thread()) and each.holder is not (me := here()):
+            if each.holder not in (None, threading.current_thread()) and each.holder is not (
+                me := here()
+            ):
                 raise PhaseError(
-                    f"{_holder_name(me)} wants phase {name!r} while {_holder_name(each.holder)} holds phase {each.name!r}: one manager is "
-                    "in one phase at a time. Use enter() and leave() for a phase that spans threads."
+                    f"{_holder_name(me)} wants phase {name!r} while {_holder_name(each.holder)} "
+                    f"holds phase {each.name!r}: one manager is in one phase at a time. Use "
+                    "enter() and leave() for a phase that spans threads."
                 )
 
     def require_open(self, phase: OpenPhase, what: str) -> None:
         if phase not in self.all:
-            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open; it was left before or never entered")
+            raise PhaseError(
+                f"cannot {what}: phase {phase.name!r} is not open; it was left before or never "
+                "entered"
+            )
 
     def require_innermost(self, phase: OpenPhase, what: str) -> None:
         self.require_open(phase, what)
         if self.all[-1] is not phase:
-            raise PhaseError(f"cannot {what}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; leave it first")
+            raise PhaseError(
+                f"cannot {what}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; "
+                "leave it first"
+            )
 
     def require_leavable(self, phase: OpenPhase) -> None:
         self.require_open(phase, "leave")
-        if self.all[-1] is not phase and not phase.in_any_order and not all(each.in_any_order for each in self.inside(phase)):
+        if (
+            self.all[-1] is not phase
+            and not phase.in_any_order
+            and not all(each.in_any_order for each in self.inside(phase))
+        ):
             self.require_innermost(phase, "leave")
 
     def inside(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
@@ -121,16 +143,18 @@ class OpenPhases:
         return self.with_kept(self.plan_of(self.all))
 
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
-        """The plan that applies while these phases are open, without kept handles: the innermost one's, or the idle plan."""
+        """The plan that applies while these phases are open, without kept handles: the innermost
+        one's, or the idle plan."""
         return phases[-1].plan if phases else self._planner.ask(IDLE, None, self.kept)[1]
 
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
-        """The plan that applies once an open phase has ended. A phase inside it goes on deciding about the handles of its `only`. For all
-        others the phase around the one that ends decides, except that nothing is loaded: the room may be taken. If the policy gives no
-        plan: everything is offloaded, and the error."""
+        """The plan that applies once an open phase has ended. A phase inside it goes on deciding
+        about the handles of its `only`. For all others the phase around the one that ends decides,
+        except that nothing is loaded: the room may be taken. If the policy gives no plan:
+        everything is offloaded, and the error."""
         failures: list[Exception] = []
         try:
             plan = self.plan_of(self.all[: self.all.index(leaving)])
@@ -139,20 +163,28 @@ class OpenPhases:
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
-                away = {name for name, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
+                away = {
+                    name
+                    for name, state in inner.plan.targets.items()
+                    if state is State.CPU_OFFLOADED
+                }
                 inner.plan = inner.plan.limited_to(own | away, plan)
             plan = inner.plan
         return plan, failures
 
     def extend(self, handle: Handle) -> None:
-        """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with an optimizer they can be trained."""
+        """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with
+        an optimizer they can be trained."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         enclosing = self.plan_of(())
         for index, each in enumerate(self.all):
             _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
             chosen = meant(each.only, self._handles)
-            base = enclosing.limited_to({handle.name}, each.plan)  # where `only` leaves it out, a new handle is as in the enclosing phase
-            each.plan = enclosing = asked.limited_to(joining if chosen is None else joining & chosen, base)
+            # where `only` leaves it out, a new handle is as in the enclosing phase
+            base = enclosing.limited_to({handle.name}, each.plan)
+            each.plan = enclosing = asked.limited_to(
+                joining if chosen is None else joining & chosen, base
+            )
 
     def forget(self, name: str) -> None:
         self.kept -= {name}
@@ -165,34 +197,49 @@ class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
     `sweep`: called at the beginning of each.
-    `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the other ranks."""
+    `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
+    other ranks."""
 
-    def __init__(self, device: Device, vote: GroupVote | None, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        vote: GroupVote | None,
+        sweep: Callable[[], None],
+        is_outside: Callable[[], bool],
+    ) -> None:
         self._device = device
         self.vote = vote
         self._sweep = sweep
         self._is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
-        """Whether a phase transition is under way. Code that runs inside it (a policy, a factory, a finalizer) must not begin another."""
+        """Whether a phase transition is under way. Code that runs inside it (a policy, a factory, a
+        finalizer) must not begin another."""
         self.pid = os.getpid()
         self.is_closed = False
 
     def attempt(
-        self, vote: GroupVote | None = None, *, begins: bool = False, raises_own: bool = False, error: BaseException | None = None
+        self,
+        vote: GroupVote | None = None,
+        *,
+        begins: bool = False,
+        raises_own: bool = False,
+        error: BaseException | None = None,
     ) -> AbstractContextManager[None]:
-        """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
-        `vote`: tells the group; None: `self.vote`.
+        """Tell every rank of the group, once, if the block fails, even if it fails before a phase
+        transition begins. `vote`: tells the group; None: `self.vote`.
         `begins`: a phase is about to begin.
-        `raises_own`: a rank that fails raises its own error. Otherwise all ranks raise the same error.
-        `error`: the user's exception with which a phase is left, if any."""
+        `raises_own`: a rank that fails raises its own error. Otherwise all ranks raise the same
+        error. `error`: the user's exception with which a phase is left, if any."""
         vote = self.vote if vote is None else vote
         if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
             return _NOTHING
         return self._attempt(vote, begins, raises_own, error)
 
     @contextmanager
-    def _attempt(self, vote: GroupVote, begins: bool, raises_own: bool, error: BaseException | None) -> Iterator[None]:
+    def _attempt(
+        self, vote: GroupVote, begins: bool, raises_own: bool, error: BaseException | None
+    ) -> Iterator[None]:
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
@@ -201,7 +248,9 @@ class TransitionLock:
                 try:
                     yield
                 except BaseException as raised:
-                    self._is_busy = True  # objects that are garbage-collected while this waits must not begin a phase transition
+                    # objects that are garbage-collected while this waits must not begin a phase
+                    # transition
+                    self._is_busy = True
                     try:
                         told = vote.failed(raised)
                     finally:
@@ -211,22 +260,36 @@ class TransitionLock:
                     try:
                         raise told from raised
                     finally:
-                        del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
+                        # its traceback has this frame: a cycle would keep the tensors of all frames
+                        # until they are collected
+                        del told
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for a phase transition, with torch's modes off. First, abandoned phases are left."""
-        inside = "a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition"
-        capturing = "phases cannot change while a graph is being captured: moving memory would become part of it"
+        """Hold the lock for a phase transition, with torch's modes off. First, abandoned phases are
+        left."""
+        inside = (
+            "a policy or a Lazy's factory must not change phases or register: it runs inside a "
+            "phase transition"
+        )
+        capturing = (
+            "phases cannot change while a graph is being captured: moving memory would become part "
+            "of it"
+        )
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
-        with self.busy(inside, capturing), without_modes(), inference, torch.set_grad_enabled(False):
+        with (
+            self.busy(inside, capturing),
+            without_modes(),
+            inference,
+            torch.set_grad_enabled(False),
+        ):
             self._sweep()
             yield
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
-        """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process, after `close`, inside a phase
-        transition, or in a graph's capture."""
+        """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process,
+        after `close`, inside a phase transition, or in a graph's capture."""
         with self._lock, deferred():
             self.check_process()
             if self._is_busy:
@@ -241,7 +304,8 @@ class TransitionLock:
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Hold the lock if that is possible at once, outside of any phase transition. Gives whether it is held."""
+        """Hold the lock if that is possible at once, outside of any phase transition. Gives whether
+        it is held."""
         with deferred():
             held = self._lock.acquire(blocking=False)
             try:
@@ -254,8 +318,8 @@ class TransitionLock:
         """Refuse any use by a forked child process, or after `close`."""
         if os.getpid() != self.pid:
             raise PlacementError(
-                f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "
-                "Make a manager of its own there."
+                f"this manager belongs to process {self.pid}; a forked child has neither its "
+                "device memory nor its host copies. Make a manager of its own there."
             )
         if self.is_closed:
             raise PlacementError("this manager is closed")
@@ -283,7 +347,8 @@ def checked(name: str) -> str:
 
 
 def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
-    """`only=` as a tuple of names. Raises TypeError: it is one string, whose letters would be taken for names, or has anything else."""
+    """`only=` as a tuple of names. Raises TypeError: it is one string, whose letters would be taken
+    for names, or has anything else."""
     if isinstance(only, str):
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
     if only is None:
@@ -298,8 +363,9 @@ def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
 class Phase:
     """An open phase, from `with manager.phase(...) as phase`.
 
-    This object does not keep the phase open, only the `with` statement does. The reason: an interrupt can end the statement before a
-    line of `__exit__` has run. The phase is then left although the variable `phase` still exists.
+    This object does not keep the phase open, only the `with` statement does. The reason: an
+    interrupt can end the statement before a line of `__exit__` has run. The phase is then left
+    although the variable `phase` still exists.
     """
 
     def __init__(self, stack: Transitions, opened: OpenPhase) -> None:
@@ -322,8 +388,8 @@ class Phase:
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin phase `name` in its place, in one phase transition.
 
-        Handles that both phases need stay on the device; the others are offloaded and loaded at the same time. If this fails, the phase
-        stays open as it was.
+        Handles that both phases need stay on the device; the others are offloaded and loaded at the
+        same time. If this fails, the phase stays open as it was.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.
@@ -341,7 +407,8 @@ class Phase:
     def keep(self, handle: Handle | str) -> None:
         """Keep a handle on the device when this phase ends, so that the next phase finds it there.
 
-        If the next phase's plan does not want the handle on the device, it is offloaded then and counted as an expired keep.
+        If the next phase's plan does not want the handle on the device, it is offloaded then and
+        counted as an expired keep.
 
         Args:
             handle: the handle or its name.
@@ -353,26 +420,30 @@ class Phase:
         self.phase.kept.add(self._stack.known(handle).name)
 
     def done_with(self, handle: Handle | str) -> None:
-        """Offload a handle now, because the rest of this phase needs it no more. Its memory is used for what the plan prefetches.
+        """Offload a handle now, because the rest of this phase needs it no more. Its memory is used
+        for what the plan prefetches.
 
-        An optimizer that steps the handle stays. Using the handle before the next phase that loads it raises `NotResidentError`. In a
-        group each rank calls this for itself, or does not. Does nothing if the handle is off the device.
+        An optimizer that steps the handle stays. Using the handle before the next phase that loads
+        it raises `NotResidentError`. In a group each rank calls this for itself, or does not. Does
+        nothing if the handle is off the device.
 
         Args:
             handle: the handle or its name.
 
         Raises:
-            PhaseError: this phase is not open, another phase is open inside it, or no handle has this name.
-            Exception: the handle could not be offloaded. It stays on the device.
+            PhaseError: this phase is not open, another phase is open inside it, or no handle has
+            this name. Exception: the handle could not be offloaded. It stays on the device.
         """
         self._stack.done_with(self.phase, handle)
 
 
 class PhaseContext(Phase):
-    """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
+    """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The
+    phase is left if it is collected."""
 
     _is_finalizing = staticmethod(sys.is_finalizing)
-    """Whether the interpreter is exiting: nothing is left to move then, and the names of modules may be gone, so the class has its own."""
+    """Whether the interpreter is exiting: nothing is left to move then, and the names of modules
+    may be gone, so the class has its own."""
     _was_entered = False
 
     def __init__(
@@ -395,7 +466,9 @@ class PhaseContext(Phase):
         try:
             with self._stack.lock.attempt(begins=True):
                 if self._was_entered:
-                    raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
+                    raise PhaseError(
+                        f"phase {self.name!r} was entered before; call manager.phase() again"
+                    )
                 self._was_entered = True
                 self._stack.enter(self.phase)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
@@ -403,16 +476,26 @@ class PhaseContext(Phase):
             raise
         return Phase(self._stack, self.phase)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._is_finalizing():
             return
-        if isinstance(error, GeneratorExit) and self._was_entered and self.phase not in self._stack.phases.all:
+        if (
+            isinstance(error, GeneratorExit)
+            and self._was_entered
+            and self.phase not in self._stack.phases.all
+        ):
             return  # an error that passed through a phase around it has left it
         with self._stack.lock.attempt(raises_own=True, error=error):
             self._stack.leave(self.phase, error)
 
     def abandon(self) -> None:
-        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in the next phase transition."""
+        """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in
+        the next phase transition."""
         if self._was_entered and not self._is_finalizing():
             self._stack.abandon(self.phase)
 

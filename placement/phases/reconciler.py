@@ -1,7 +1,8 @@
-"""One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back.
+"""One phase transition: ask the policy for a plan, agree on it with the group, lease the memory,
+and move the handles; or go back.
 
-`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase transition, and remembered until one
-raises them.
+`WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase
+transition, and remembered until one raises them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
 from placement.phases.phase import OpenPhase, innermost
 from placement.planning.host_tier import disk_tier_for
-from placement.planning.planner import Planner, check_fits, is_there, meant, unknown_handle, with_kept, without_surplus
+from placement.planning.planner import (
+    Planner,
+    check_fits,
+    is_there,
+    meant,
+    unknown_handle,
+    with_kept,
+    without_surplus,
+)
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -40,16 +49,25 @@ class PhaseRequest(NamedTuple):
 
     name: str
     only: tuple[str, ...] | None
-    enclosing: Plan | None  # the plan for the handles that `only` leaves out, without kept handles. Not used where `only` is None.
+    # the plan for the handles that `only` leaves out, without kept handles. Not used where `only`
+    # is None.
+    enclosing: Plan | None
     around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
     kept: frozenset[str]  # names of the handles that the phase before kept
 
 
 class Reconciler:
-    """Brings all handles where a plan wants them, and measures memory before and after. `PhaseStack` keeps track of the open phases."""
+    """Brings all handles where a plan wants them, and measures memory before and after.
+    `PhaseStack` keeps track of the open phases."""
 
     def __init__(
-        self, device: Device, policy: Any, settings: Settings, journal: Journal, registry: Registry, vote: GroupVote | None
+        self,
+        device: Device,
+        policy: Any,
+        settings: Settings,
+        journal: Journal,
+        registry: Registry,
+        vote: GroupVote | None,
     ) -> None:
         self._device = device
         self._journal = journal
@@ -58,27 +76,52 @@ class Reconciler:
         self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
         self._mover = Mover(device, journal, settings.strict, self._verifier, self._finish)
         self.vote = vote
-        self.lease = lease = None if settings.leases is None else lease_for(device, settings, None if vote is None else vote.group)
+        self.lease = lease = (
+            None
+            if settings.leases is None
+            else lease_for(device, settings, None if vote is None else vote.group)
+        )
         self.writes = WrongWrites(device, journal, registry.handles)
-        self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.planner = Planner(
+            policy,
+            settings,
+            self._handles,
+            device.memory(),
+            None if lease is None else lease.capacity_bytes,
+        )
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
-        self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)  # None: host memory has no limit
+        # None: host memory has no limit
+        self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)
         if self.disk_tier is not None:
             registry.admit = self.disk_tier.admit
         self.outside = Outside(device.communicators, self.planner.memory)
-        self.lease_client = None if lease is None else LeaseClient(lease, device, self._handles, self.planner, self._empty_device)
-        self.left_behind: tuple[Handle, ...] = ()  # handles that are on the device although the last phase transition wanted them off it
-        self._work_seconds = 0.0  # the seconds in which phase transitions waited for the worker's own kernels
-        self.peak_bytes = 0  # the largest number of device bytes that all handles together have held so far
+        self.lease_client = (
+            None
+            if lease is None
+            else LeaseClient(lease, device, self._handles, self.planner, self._empty_device)
+        )
+        # handles that are on the device although the last phase transition wanted them off it
+        self.left_behind: tuple[Handle, ...] = ()
+        # the seconds in which phase transitions waited for the worker's own kernels
+        self._work_seconds = 0.0
+        # the largest number of device bytes that all handles together have held so far
+        self.peak_bytes = 0
 
     def prepare(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int, bool]:
-        """Make the plan for a phase and get ready to carry it out: build lazies that it needs, wait for the worker's kernels if anything
-        leaves, stop a prefetch, raise writes into offloaded memory. Moves no handle. Call `measure` first. Every rank of a group does the
-        same (`verb`). Returns the plan, what `check_fits` returns for it, and whether all handles are there."""
+        """Make the plan for a phase and get ready to carry it out: build lazies that it needs, wait
+        for the worker's kernels if anything leaves, stop a prefetch, raise writes into offloaded
+        memory. Moves no handle. Call `measure` first. Every rank of a group does the same (`verb`).
+        Returns the plan, what `check_fits` returns for it, and whether all handles are there."""
         name, handles = wanted.name, self._handles
         if self.vote is not None:
-            action = f"{verb} {name}" if wanted.only is None else f"{verb} {name} only={','.join(sorted(wanted.only))}"
-            self.planner.least = self.vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.whereabouts)
+            action = (
+                f"{verb} {name}"
+                if wanted.only is None
+                else (f"{verb} {name} only={','.join(sorted(wanted.only))}")
+            )
+            self.planner.least = self.vote.propose(
+                action, lambda: self.planner.budget_bytes(name), self.planner.whereabouts
+            )
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
@@ -93,7 +136,11 @@ class Reconciler:
             raise
         self._refuse_stale(name, plan)
         all_are_there = is_there(handles, plan)
-        decisions = ["keep"] * len(handles) if all_are_there else [_decision(handle, plan) for handle in view.handles.values()]
+        decisions = (
+            ["keep"] * len(handles)
+            if all_are_there
+            else [_decision(handle, plan) for handle in view.handles.values()]
+        )
         leaves = "offload" in decisions
         if leaves:
             self._wait_for_work()
@@ -101,29 +148,38 @@ class Reconciler:
             self.prefetcher.pause()
         if leaves or "load" in decisions:
             self.writes.look_at_gradients()
-        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
+        # Wait for the comparison of memory only with an offload, which waits for the device anyway;
+        # other transitions must not wait.
         self.writes.look_at_poison(wait=leaves)
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
         return plan, room_bytes, all_are_there
 
-    def carry_out_within(self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
+    def carry_out_within(
+        self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None
+    ) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open."""
         self.measure()
         if self.prefetcher.has_any:
             self.prefetcher.pause()
-        room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
+        room_bytes = check_fits(
+            self.planner.view(name, None, kept), plan, self.planner.other_rank(name)
+        )
         if not (all_are_there := is_there(self._handles, plan)):
-            self.writes.look(wait=False)  # before anything is loaded over them; the next phase transition raises them
+            # before anything is loaded over them; the next phase transition raises them
+            self.writes.look(wait=False)
         self.carry_out(name, plan, room_bytes, all_are_there, agree)
 
-    def carry_out(self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None) -> None:
-        """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a group (`agree`) is asked.
-        `room_bytes`: see `check_fits`."""
+    def carry_out(
+        self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None
+    ) -> None:
+        """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a
+        group (`agree`) is asked. `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
-            all_are_there = is_there(self._handles, plan)  # a wait for other processes takes all handles off the device
+            # a wait for other processes takes all handles off the device
+            all_are_there = is_there(self._handles, plan)
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
@@ -133,7 +189,9 @@ class Reconciler:
             if all_are_there and agree is None:
                 self._end_without_moves(ahead)
             else:
-                self._mover.advance(self._handles, plan, room_bytes + freed_bytes, agree, propose, ahead)
+                self._mover.advance(
+                    self._handles, plan, room_bytes + freed_bytes, agree, propose, ahead
+                )
         except LostWritesError as error:
             self.writes.count(error)
             raise
@@ -149,10 +207,11 @@ class Reconciler:
         is_together: bool = False,
         tell_ranks: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
-        """Move every handle as far towards the plan as possible, and count those that wrongly stay on the device. Returns `failures` and
-        the errors.
-        `patiently`: wait for other processes if they hold memory that the plan needs. `is_together`: all ranks do the same now.
-        `tell_ranks` tells the others how far this one came; it gets the errors, and returns them with those of the others."""
+        """Move every handle as far towards the plan as possible, and count those that wrongly stay
+        on the device. Returns `failures` and the errors.
+        `patiently`: wait for other processes if they hold memory that the plan needs.
+        `is_together`: all ranks do the same now. `tell_ranks` tells the others how far this one
+        came; it gets the errors, and returns them with those of the others."""
         all_are_there = is_there(self._handles, plan)
         leaves = not all_are_there and bool(self._left_behind(plan))
         if leaves:
@@ -179,13 +238,18 @@ class Reconciler:
             except Exception as error:
                 failures.append(error)
             failures += self._mover.retreat(
-                self._handles, within, while_copying=self._device.compare_poison, ahead=ahead, is_together=is_together
+                self._handles,
+                within,
+                while_copying=self._device.compare_poison,
+                ahead=ahead,
+                is_together=is_together,
             )
             failures += self._mover.complete(self._handles.values()) if tell_ranks is None else []
             for failure in failures:
                 if isinstance(failure, LostWritesError):
                     self.writes.count(failure)
-        self.left_behind = () if all_are_there else self._left_behind(plan)  # a failed load may have brought one there
+        # a failed load may have brought one there
+        self.left_behind = () if all_are_there else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE and self.lease_client is not None:
             self._trim()
@@ -193,7 +257,11 @@ class Reconciler:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        return failures if tell_ranks is None else tell_ranks(failures) + self._mover.complete(self._handles.values())
+        return (
+            failures
+            if tell_ranks is None
+            else tell_ranks(failures) + self._mover.complete(self._handles.values())
+        )
 
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:
@@ -206,15 +274,19 @@ class Reconciler:
             self._mover.end_with(ahead)
 
     def _finish(self) -> None:
-        """Everything is where it belongs: take in state that modules have dropped as their gradient, note host copies for verification."""
+        """Everything is where it belongs: take in state that modules have dropped as their
+        gradient, note host copies for verification."""
         for handle in self._handles.values():
             if handle.kind == "optimizer" and (holding := handle.holding) is not None:
                 holding.adopt_dropped()
         if self._verifier is not None:
-            self._verifier.note(each for handle in self._handles.values() if (each := handle.holding) is not None)
+            self._verifier.note(
+                each for handle in self._handles.values() if (each := handle.holding) is not None
+            )
 
     def _end_transition(self, name: str, before: int) -> None:
-        """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`), and give back what is not needed."""
+        """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`),
+        and give back what is not needed."""
         if self.lease_client is not None or self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
@@ -224,18 +296,26 @@ class Reconciler:
             self.disk_tier.arrange(name)
 
     def stopwatch(self) -> Callable[[], float]:
-        """Start a stopwatch. It gives the seconds until now, without those in which the worker's own kernels were waited for."""
+        """Start a stopwatch. It gives the seconds until now, without those in which the worker's
+        own kernels were waited for."""
         began, work_seconds = time.monotonic(), self._work_seconds
         return lambda: time.monotonic() - began - (self._work_seconds - work_seconds)
 
     def _wait_for_work(self) -> None:
-        """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early meanwhile."""
+        """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early
+        meanwhile."""
         began = time.monotonic()
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
-        return tuple([each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name)])
+        return tuple(
+            [
+                each
+                for each in self._handles.values()
+                if each.is_on_device and not each.external and not plan.on_device(each.name)
+            ]
+        )
 
     def budget_bytes(self, name: str) -> int:
         """Device bytes that all handles together may hold in a phase, as of now."""
@@ -247,7 +327,8 @@ class Reconciler:
         self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
 
     def _trim(self) -> None:
-        """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
+        """Return the memory that torch's allocator has cached to the driver, for other processes.
+        Called outside every phase."""
         if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
             self._device.trim()
 
@@ -264,15 +345,22 @@ class Reconciler:
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
     def _without_what_others_lack(self, vote: GroupVote, wanted: PhaseRequest, plan: Plan) -> Plan:
-        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams. A policy that
-        keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, or has larger
-        handles."""
+        """The plan without what merely stays on this rank's device and not on every other's,
+        streaming what any rank streams. A policy that keeps what is on the device, or streams what
+        does not fit, gives another plan to a rank that was restarted, or has larger handles."""
         chosen = meant(wanted.only, self._handles)
-        needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)
-        staying: dict[tuple[str, str], str] = {}  # the tag, by the handle's name and the text that the other ranks are told: state and tag
+        needed = self.planner.needed(
+            wanted.name, innermost(wanted.around), wanted.kept, at_rest=True
+        )
+        # the tag, by the handle's name and the text that the other ranks are told: state and tag
+        staying: dict[tuple[str, str], str] = {}
         for name, state in plan.targets.items():
-            needed_tags = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
-            staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - needed_tags}
+            needed_tags = (
+                self._tags(name, needed) if chosen is None or name in chosen else frozenset()
+            )
+            staying |= {
+                (name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - needed_tags
+            }
         stays, streamed = vote.in_common(staying, plan.streamed)
         for name, lacked in staying.keys() - stays:
             tags = self._tags(name, plan) - {staying[name, lacked]}
@@ -281,13 +369,15 @@ class Reconciler:
         return replace(plan, streamed=plan.streamed | (streamed & used))
 
     def _tags(self, name: str, plan: Plan) -> frozenset[str]:
-        """The tags of an engine that a plan uses. Another handle that it uses has one, the empty text."""
+        """The tags of an engine that a plan uses. Another handle that it uses has one, the empty
+        text."""
         if plan.targets[name] is State.CPU_OFFLOADED:
             return frozenset()
         return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
 
     def _needed(self, wanted: PhaseRequest) -> Plan:
-        """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
+        """The plan with only what is needed: the phase decides about handles in `only`, the
+        enclosing phases about the others."""
         needed = self.planner.needed(IDLE, None, wanted.kept)
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
         for index, (name, only) in enumerate(levels):
@@ -297,8 +387,8 @@ class Reconciler:
         return needed
 
     def _empty_device(self) -> None:
-        """Offload everything, except weights that an engine would discard, because they could not be loaded again. The process is about to
-        wait for others that may be waiting for it."""
+        """Offload everything, except weights that an engine would discard, because they could not
+        be loaded again. The process is about to wait for others that may be waiting for it."""
         plan = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED))
         for name, handle in self._handles.items():
             if handle.external:
@@ -312,20 +402,30 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Raise EngineError for a phase that would generate with an engine whose weights were discarded and not published again."""
+        """Raise EngineError for a phase that would generate with an engine whose weights were
+        discarded and not published again."""
         roles = self.planner.computing_roles(name)
         for handle in self._handles.values():
             stale = handle.storage.stale
-            if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
+            if (
+                stale is not None
+                and plan.on_device(handle.name)
+                and (handle.role or "rollout") in roles
+            ):
                 raise EngineError(
-                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
-                    f"inside manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot "
+                    f"use it: {stale}. Publish first: inside manager.phase('weight_sync'), pass "
+                    "every bucket of the actor's weights() to its update_weights()"
                 )
 
 
 def _decision(handle: HandleView, plan: Plan) -> str:
-    """The word under which the journal counts what a plan does with a handle (`Journal.decisions`)."""
-    on, wanted = handle.state is not State.CPU_OFFLOADED and not handle.streaming, plan.on_device(handle.name)
+    """The word under which the journal counts what a plan does with a handle
+    (`Journal.decisions`)."""
+    on, wanted = (
+        handle.state is not State.CPU_OFFLOADED and not handle.streaming,
+        plan.on_device(handle.name),
+    )
     return "keep" if on is wanted else "load" if wanted else "offload"
 
 
@@ -333,14 +433,16 @@ def _decision(handle: HandleView, plan: Plan) -> str:
 
 
 class WrongWrites:
-    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error."""
+    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns
+    them as an error."""
 
     def __init__(self, device: Device, journal: Journal, handles: Mapping[str, Handle]) -> None:
         self._device = device
         self._journal = journal
         self._handles = handles
         self._found: dict[str | None, list[str]] = {}
-        """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
+        """Descriptions of the writes, by name of the handle; under None if the handle is not
+        known."""
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
         """Look for writes since the last look. See `look_at_poison`."""
@@ -348,20 +450,24 @@ class WrongWrites:
         self.look_at_poison(wait=wait, at_counters=at_counters)
 
     def look_at_gradients(self) -> None:
-        """Look at the version counters of gradients. Call it before anything is loaded: a load forgets them."""
+        """Look at the version counters of gradients. Call it before anything is loaded: a load
+        forgets them."""
         for handle, holding in self._offloaded():
             if names := holding.writes.take_gradients():
                 self._note_values(handle.name, names)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Ask the device for changed poison; without `wait`, a later look has the answer. If it found some, or `at_counters`, look at every
-        tensor's version counter, too: it tells the tensor's name."""
-        # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
+        """Ask the device for changed poison; without `wait`, a later look has the answer. If it
+        found some, or `at_counters`, look at every tensor's version counter, too: it tells the
+        tensor's name."""
+        # Wait if writes are known by name already, so that a late comparison does not report the
+        # same writes once more.
         is_damaged = self._device.heal_poison(wait or bool(self._found))
         if is_damaged or at_counters:
             self.look_at_gradients()  # so that all writes since the last look are one error
             for handle, holding in self._offloaded():
-                with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
+                # an object whose tensors cannot be listed: a load or an audit reports that itself
+                with suppress(PlacementError):
                     if names := holding.writes.found():
                         self._note_values(handle.name, names)
                         holding.writes.forget()
@@ -370,7 +476,8 @@ class WrongWrites:
 
     @property
     def findings(self) -> list[tuple[str | None, str]]:
-        """Handle's name (None: unknown) and description of each write that has not been raised yet."""
+        """Handle's name (None: unknown) and description of each write that has not been raised
+        yet."""
         return [(name, what) for name, parts in self._found.items() for what in parts]
 
     def take(self) -> IntegrityError | None:
@@ -378,17 +485,23 @@ class WrongWrites:
         if not self._found:
             return None
         named = "; ".join(what for name, what in self.findings if name is not None)
-        also = [what for handle, holding in self._offloaded() if {handle.name, None} & {*self._found} and (what := _changed(holding))]
+        also = [
+            what
+            for handle, holding in self._offloaded()
+            if {handle.name, None} & {*self._found} and (what := _changed(holding))
+        ]
         self._found = {}
         return IntegrityError(
-            f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; the written "
-            "values are lost, and the handles' values are unchanged. Look for writes outside the phases that have the handle on the device "
-            "(EMA updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() lists the offloaded handles."
-            + "".join(f" {what}" for what in also)
+            "something wrote into the memory of an offloaded handle since the last phase "
+            f"transition{named and ': '}{named}; the written values are lost, and the handles' "
+            "values are unchanged. Look for writes outside the phases that have the handle on the "
+            "device (EMA updates, initialisers, clipped or unscaled gradients, late collectives); "
+            "manager.audit() lists the offloaded handles." + "".join(f" {what}" for what in also)
         )
 
     def count(self, error: LostWritesError) -> None:
-        """Count a write that a load has found and raises. Writes found in the bytes become a note on it: most likely it is the same one."""
+        """Count a write that a load has found and raises. Writes found in the bytes become a note
+        on it: most likely it is the same one."""
         self.look_at_poison(wait=True)
         if (written := self.take()) is not None:
             error.add_note(f"placement: {written}")
@@ -401,21 +514,37 @@ class WrongWrites:
         self._found.setdefault(handle, []).append(what)
 
     def _note_values(self, handle: str, names: Sequence[str]) -> None:
-        self._note(handle, f"{listed([*dict.fromkeys(names)])} of {handle!r} were written while it was offloaded")
+        self._note(
+            handle,
+            f"{listed([*dict.fromkeys(names)])} of {handle!r} were written while it was offloaded",
+        )
 
     def _note_damage(self, places: Iterable[WrittenPoison]) -> None:
-        """Note which handles' tensors lie in the damaged pages, unless the version counters have named the tensors already."""
+        """Note which handles' tensors lie in the damaged pages, unless the version counters have
+        named the tensors already."""
         by_handle: dict[str, list[str]] = {}
         for place, handle in itertools.product(places, self._handles.values()):
-            for r in [each for each in handle.storage.ranges if each.layout.addresses is place.addresses]:
+            for r in [
+                each for each in handle.storage.ranges if each.layout.addresses is place.addresses
+            ]:
                 end = place.start + place.nbytes
-                hit = [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
+                hit = [
+                    each.name
+                    for each in r.placed
+                    if each.offset < end and place.start < each.offset + each.nbytes
+                ]
                 by_handle.setdefault(handle.name, []).extend(hit)
         for name, tensors in by_handle.items():
             if name not in self._found:
-                self._note(name, f"in the memory pages of {listed([*dict.fromkeys(tensors)])} of {name!r}")
+                self._note(
+                    name, f"in the memory pages of {listed([*dict.fromkeys(tensors)])} of {name!r}"
+                )
         if not self._found:
-            self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
+            self._note(
+                None,
+                "something wrote into offloaded memory, and it cannot be told which handle's "
+                "memory it is",
+            )
 
     def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
         for handle in self._handles.values():
@@ -425,7 +554,8 @@ class WrongWrites:
 
 
 def _changed(holding: ManagedStorage) -> str:
-    """The text of an error about tensors put in place of others or beside them, so that one error tells all; empty for none."""
+    """The text of an error about tensors put in place of others or beside them, so that one error
+    tells all; empty for none."""
     with suppress(PlacementError):  # as above
         try:
             holding.writes.new_unless_changed()

@@ -1,4 +1,5 @@
-"""Entering, switching and leaving phases. Each is one phase transition: an entry or a switch all or nothing, an exit as far as it goes."""
+"""Entering, switching and leaving phases. Each is one phase transition: an entry or a switch all or
+nothing, an exit as far as it goes."""
 
 from __future__ import annotations
 
@@ -31,46 +32,70 @@ if TYPE_CHECKING:
     from placement.group.protocol import Group
 
 _GONE = (
-    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing referred to it. Keep a reference to "
-    "registered objects; to drop one on purpose, call unregister() first"
+    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
+    "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
+    "unregister() first"
 )
 
 
 class PhaseStack:
-    """The phase transitions of one manager, and its handles as they come and go while phases may be open. Used by `Manager` and `Phase`."""
+    """The phase transitions of one manager, and its handles as they come and go while phases may be
+    open. Used by `Manager` and `Phase`."""
 
-    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None) -> None:
+    def __init__(
+        self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None
+    ) -> None:
         self._device = device
         self._journal = journal
-        self._gone: deque[Handle] = deque()  # handles whose objects were garbage-collected, or that could not be handed back as a whole
+        # handles whose objects were garbage-collected, or that could not be handed back as a whole
+        self._gone: deque[Handle] = deque()
         self.is_closing = False
-        """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
+        """Whether the manager is being closed. Then no warning is logged about registered objects
+        that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
-        self.registry = Registry(device, lambda: self.phases.name, self._gone.append, streaming, settings)
+        self.registry = Registry(
+            device, lambda: self.phases.name, self._gone.append, streaming, settings
+        )
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
         vote = None if group is None else GroupVote(group)
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
-        self.lock = TransitionLock(device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all))
+        self.lock = TransitionLock(
+            device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all)
+        )
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
-        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside."""
-        inside = "a policy or a Lazy's factory must not call step(): it runs inside a phase transition"
-        with self.lock.busy(inside, "a step that streams its state cannot be captured in a graph: use optimizer_in='train'"):
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on,
+        because the step runs inside."""
+        inside = (
+            "a policy or a Lazy's factory must not call step(): it runs inside a phase transition"
+        )
+        with self.lock.busy(
+            inside,
+            "a step that streams its state cannot be captured in a graph: use optimizer_in='train'",
+        ):
             self.reconciler.prefetcher.pause()  # the step needs the link for itself
             yield
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
-        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
+        """Count a streamed step: its bytes, and the most that all handles together held on the
+        device meanwhile."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
         handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
-        others_bytes = sum(each.resident_bytes for each in self._handles.values() if each is not handle)  # its own are in the peak
-        self.reconciler.peak_bytes = max(self.reconciler.peak_bytes, others_bytes + streamed.peak_bytes)
-        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
+        # its own are in the peak
+        others_bytes = sum(
+            each.resident_bytes for each in self._handles.values() if each is not handle
+        )
+        self.reconciler.peak_bytes = max(
+            self.reconciler.peak_bytes, others_bytes + streamed.peak_bytes
+        )
+        logger.debug(
+            "%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds
+        )
         if self.phases.all:
             self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
 
@@ -81,10 +106,16 @@ class PhaseStack:
             phases = self.phases
             phases.check_holder(phase.name)
             stalled, back = self.reconciler.stopwatch(), phases.plan_of(phases.all)
-            self.reconciler.measure()  # others may have freed or taken memory since the last phase transition
+            # others may have freed or taken memory since the last phase transition
+            self.reconciler.measure()
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            self._change(phase, "enter", PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept), back)
+            self._change(
+                phase,
+                "enter",
+                PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept),
+                back,
+            )
             self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
@@ -95,11 +126,14 @@ class PhaseStack:
             enclosing = None if only is None else phases.plan_of(around)
             self._note_end(phase)
             kept = phases.kept | self._worth_keeping(phase)
-            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan)
+            self._change(
+                phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan
+            )
             self._journal.stall_seconds[name] += stalled()
 
     def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
-        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back` and the keeps)."""
+        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
+        and the keeps)."""
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
@@ -109,7 +143,8 @@ class PhaseStack:
             interrupts.check()  # the last look: from here on the phase is open
         except BaseException as error:
             self._journal.enter_phase(phases.name, phases.only)
-            # Not where the group's decision is unknown: other ranks may have entered the phase. Going back could be as wrong as going on.
+            # Not where the group's decision is unknown: other ranks may have entered the phase.
+            # Going back could be as wrong as going on.
             if not isinstance(error, CoordinatorLost):
                 _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
             raise
@@ -129,7 +164,8 @@ class PhaseStack:
                 phase.is_abandoned = True  # it ends with the last of these
                 return
             if error is not None and phase in phases.all:
-                for inner in phases.inside(phase):  # the exception passes through them: their own `with` statements leave them no more
+                # the exception passes through them: their own `with` statements leave them no more
+                for inner in phases.inside(phase):
                     inner.is_abandoned |= not inner.in_any_order
                 self._leave_abandoned()
             phases.require_leavable(phase)
@@ -147,7 +183,9 @@ class PhaseStack:
                     failures,
                     patiently=error is None or isinstance(error, Exception),
                     is_together=vote is not None and vote.all_leave(error),
-                    tell_ranks=None if vote is None else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
+                    tell_ranks=None
+                    if vote is None
+                    else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
                 )
             except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                 self._expire_keeps()
@@ -196,11 +234,17 @@ class PhaseStack:
         self._planner.note_end_of(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
-        """Names of handles that the phase keeps and that are on the device. A keep carries residency over; it loads nothing."""
-        return frozenset(name for name in phase.kept if name in self._handles and self._handles[name].is_on_device)
+        """Names of handles that the phase keeps and that are on the device. A keep carries
+        residency over; it loads nothing."""
+        return frozenset(
+            name
+            for name in phase.kept
+            if name in self._handles and self._handles[name].is_on_device
+        )
 
     def _expire_keeps(self, plan: Plan | None = None) -> None:
-        """End all keeps, which last for one phase transition. Count those that its plan did not take over as expired."""
+        """End all keeps, which last for one phase transition. Count those that its plan did not
+        take over as expired."""
         for name in self.phases.kept:
             if plan is None or name not in plan.targets or not plan.on_device(name):
                 self._journal.expired_keeps += 1
@@ -217,8 +261,8 @@ class PhaseStack:
         return handle
 
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a replicated handle. If the move fails,
-        the plans of the open phases are as before."""
+        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a
+        replicated handle. If the move fails, the plans of the open phases are as before."""
         phases = self.phases
         plans = [each.plan for each in phases.all]
         try:
@@ -234,20 +278,23 @@ class PhaseStack:
             raise
 
     def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so
+        that no plan has to know."""
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self.reconciler.writes.take()) is not None:
             raise written
         plan = self.phases.base_plan()
         named = {self.known(name).name for name in names}
         parts = {name: tags for name, tags in plan.parts.items() if name not in named}
-        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
+        # whole, and not published from the host copy
+        plan = replace(plan, streamed=plan.streamed - named, parts=parts)
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
         self.reconciler.carry_out_within(self.phases.name, plan)
 
     def forget(self, handle: Handle) -> None:
-        """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
+        """Remove a handle from the registry, from other handles' owners, and from the keeps and
+        plans of all open phases."""
         self._look_for_writes(wait=False)
         self.registry.remove(handle)
         for other in self._handles.values():
@@ -258,21 +305,29 @@ class PhaseStack:
             self.reconciler.lease_client.settle(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
-        return [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]
+        return [
+            each for each in self._handles.values() if any(owner is handle for owner in each.owners)
+        ]
 
     def _forget_collected(self) -> None:
-        """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
+        """Forget the handles whose objects were garbage-collected, and those that an error kept
+        from being forgotten."""
         while self._gone:
             handle, is_gone = self._gone[0], self._gone[0].is_gone
-            if self._handles.get(handle.name) is handle and (is_gone or (handle.holding is not None and handle.holding.is_leaving)):
+            if self._handles.get(handle.name) is handle and (
+                is_gone or (handle.holding is not None and handle.holding.is_leaving)
+            ):
                 if is_gone and not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
-            self._gone.popleft()  # last, so that after a failure the next phase transition does this again
+            # last, so that after a failure the next phase transition does this again
+            self._gone.popleft()
 
     def _look_for_writes(self, *, wait: bool) -> None:
-        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
-        with suppress(Exception):  # a broken device cannot answer, and values on the host can be handed back without it
+        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase
+        transition raises what is found."""
+        # a broken device cannot answer, and values on the host can be handed back without it
+        with suppress(Exception):
             self.reconciler.writes.look(wait=wait)
 
     # --- outside every phase
@@ -287,7 +342,8 @@ class PhaseStack:
         self._planner.least = None
 
     def close(self, on_device: tuple[str, ...] = ()) -> None:
-        """See `Manager.close`. It can be repeated after an error, before which all handles were handed back that could be."""
+        """See `Manager.close`. It can be repeated after an error, before which all handles were
+        handed back that could be."""
         if self.lock.is_closed:
             return
         self.is_closing = True
@@ -299,7 +355,9 @@ class PhaseStack:
                     self.bring(on_device)
                 self._look_for_writes(wait=True)
                 failures: list[Exception] = []
-                for handle in sorted(self._handles.values(), key=lambda each: each.kind != "optimizer"):
+                for handle in sorted(
+                    self._handles.values(), key=lambda each: each.kind != "optimizer"
+                ):
                     try:
                         self.forget(handle)
                     except Exception as error:
@@ -320,30 +378,43 @@ class PhaseStack:
     # --- phases that were garbage-collected
 
     def abandon(self, phase: OpenPhase) -> None:
-        """Leave a phase whose context was garbage-collected while open (a generator that never finished), now or at the next transition."""
+        """Leave a phase whose context was garbage-collected while open (a generator that never
+        finished), now or at the next transition."""
         if phase not in self.phases.all or os.getpid() != self.lock.pid:
             return
         phase.is_abandoned = True
         if not is_background():
             with self.lock.if_free() as is_free:
-                if is_free:  # else the phase transition that is under way in this or another thread is followed by one that sweeps
+                # else the phase transition that is under way in this or another thread is followed
+                # by one that sweeps
+                if is_free:
                     with self.lock.transition():
                         pass
 
     def _sweep(self) -> None:
-        """Forget what was garbage-collected and leave what was abandoned, before a phase transition begins."""
+        """Forget what was garbage-collected and leave what was abandoned, before a phase transition
+        begins."""
         if self._gone:
             self._forget_collected()
         self._leave_abandoned()
 
     def _leave_abandoned(self) -> None:
         phases = self.phases
-        while gone := [each for each in phases.all if each.is_abandoned and (each.in_any_order or each is phases.all[-1])]:
-            self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE)
+        while gone := [
+            each
+            for each in phases.all
+            if each.is_abandoned and (each.in_any_order or each is phases.all[-1])
+        ]:
+            # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none
+            # itself
+            self._expire_keeps()
+            failures = self.reconciler.retreat(
+                phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE
+            )
             if self.lock.vote is not None:
                 self.lock.vote.abandoned(gone[0].name)
-            phases.all = phases.without(gone[0])  # last, so that after an interrupt the next phase transition does all of this again
+            # last, so that after an interrupt the next phase transition does all of this again
+            phases.all = phases.without(gone[0])
             self._journal.enter_phase(phases.name, phases.only)
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
@@ -363,8 +434,9 @@ def _raise_all(failures: list[Exception]) -> None:
 
 
 def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
-    """Return the memory of all pages aside to the driver: torch's allocator, which has found none, calls this in any thread. While a phase
-    transition is under way, nothing is done. The open phase gets less room for pages aside from now on."""
+    """Return the memory of all pages aside to the driver: torch's allocator, which has found none,
+    calls this in any thread. While a phase transition is under way, nothing is done. The open phase
+    gets less room for pages aside from now on."""
     if (living := stack()) is None:
         return
     try:

@@ -1,1 +1,2 @@
-"""Planning: find the policy, ask it for a plan, check the plan, and check that it fits the budget."""
+"""Planning: find the policy, ask it for a plan, check the plan, and check that it fits the
+budget."""

@@ -1,4 +1,5 @@
-"""The planner asks the policy for plans, and checks them. It provides the view: handles, expected phases and the budget.
+"""The planner asks the policy for plans, and checks them. It provides the view: handles, expected
+phases and the budget.
 
 Beside it: the meaning of `only=` and of keeps, and the check that a plan fits the budget.
 """
@@ -32,7 +33,8 @@ _COMPUTING: dict[str, tuple[str, ...]] = {
 
 
 class PhaseHistory:
-    """The phases that have begun, oldest first: those in which a cycle is looked for, and as many before, which tell its places apart."""
+    """The phases that have begun, oldest first: those in which a cycle is looked for, and as many
+    before, which tell its places apart."""
 
     def __init__(self) -> None:
         self._phases: deque[str] = deque(maxlen=2 * MOST_PHASES)
@@ -41,11 +43,13 @@ class PhaseHistory:
         self._phases.append(phase)
 
     def upcoming(self, phase: str) -> tuple[str, ...]:
-        """The phases that are expected after this one, nearest first, for one whole cycle; empty if none has been seen.
+        """The phases that are expected after this one, nearest first, for one whole cycle; empty if
+        none has been seen.
 
-        What followed the last time is expected again. Where a phase has several places in the cycle, the one counts before which the same
-        phases were as here, for longest, and of equal ones the last. A phase that is not in the history (`idle`, or one that begins for
-        the first time) is taken as one that was put in after the last phase.
+        What followed the last time is expected again. Where a phase has several places in the
+        cycle, the one counts before which the same phases were as here, for longest, and of equal
+        ones the last. A phase that is not in the history (`idle`, or one that begins for the first
+        time) is taken as one that was put in after the last phase.
         """
         phases = [*self._phases]
         is_known = phase in phases[-MOST_PHASES:]
@@ -54,7 +58,9 @@ class PhaseHistory:
             if longest >= place:
                 break  # fewer phases are before all places that are left
             more = longest + 1  # a better place has at least so many in common
-            if (not is_known or phases[place] == phase) and phases[place - more : place] == phases[len(phases) - more :]:
+            if (not is_known or phases[place] == phase) and phases[place - more : place] == phases[
+                len(phases) - more :
+            ]:
                 longest, after = _common_end(phases[:place], phases), place
         return tuple(phases[after + is_known :])
 
@@ -63,20 +69,31 @@ def _common_end(short: list[str], long: list[str]) -> int:
     """How many phases at the ends of two histories are the same."""
     if short == long[len(long) - len(short) :]:  # as in every steady cycle
         return len(short)
-    return next(n for n, (one, other) in enumerate(zip(reversed(short), reversed(long), strict=False)) if one != other)
+    return next(
+        n
+        for n, (one, other) in enumerate(zip(reversed(short), reversed(long), strict=False))
+        if one != other
+    )
 
 
 class Planner:
     """Makes plans for one manager. Moves nothing.
 
-    The budget of a phase is the user's number. Without one it is the free memory plus the bytes that the handles hold, minus the additional
-    bytes that others (activations, the framework) were seen to need in this phase. Before a phase has run once, the fraction `headroom`
-    of the settings is left free instead. If the device is shared under leases, all its processes may use `leased_from_bytes` together.
-    Memory that other processes hold now counts as free then, because a phase waits for it.
+    The budget of a phase is the user's number. Without one it is the free memory plus the bytes
+    that the handles hold, minus the additional bytes that others (activations, the framework) were
+    seen to need in this phase. Before a phase has run once, the fraction `headroom` of the settings
+    is left free instead. If the device is shared under leases, all its processes may use
+    `leased_from_bytes` together. Memory that other processes hold now counts as free then, because
+    a phase waits for it.
     """
 
     def __init__(
-        self, policy: Any, settings: Settings, handles: Mapping[str, Handle], memory: DeviceMemory, leased_from_bytes: int | None = None
+        self,
+        policy: Any,
+        settings: Settings,
+        handles: Mapping[str, Handle],
+        memory: DeviceMemory,
+        leased_from_bytes: int | None = None,
     ) -> None:
         self._policy = policy
         self._settings = settings
@@ -84,31 +101,48 @@ class Planner:
         self._leased_from_bytes = leased_from_bytes
         self.history = PhaseHistory()
         self.memory = memory  # the device's memory as measured last
-        self._others_bytes: dict[str, int] = {}  # the most bytes that others were seen to need in each phase
+        # the most bytes that others were seen to need in each phase
+        self._others_bytes: dict[str, int] = {}
         self._born_bytes = 0
-        """Bytes of optimizer state that was created since the optimizers were last looked through. The handles hold them already."""
+        """Bytes of optimizer state that was created since the optimizers were last looked through.
+        The handles hold them already."""
         self._state_bytes = 0
-        """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
+        """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into
+        a range at the next offload."""
         self.least: Basis | None = None
-        """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
+        """The least budget of all ranks of the group, from the last phase transition. All ranks use
+        it, so that they make the same plan."""
 
     # --- plans
 
-    def ask(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> tuple[View, Plan]:
-        """The view that the policy was shown, and its plan for a phase. Raises PolicyError: the policy gave no valid plan."""
+    def ask(
+        self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()
+    ) -> tuple[View, Plan]:
+        """The view that the policy was shown, and its plan for a phase. Raises PolicyError: the
+        policy gave no valid plan."""
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
-        used = [handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED]
+        used = [
+            handle
+            for name, handle in self._handles.items()
+            if plan.targets[name] is not State.CPU_OFFLOADED
+        ]
         return self.ask(phase, enclosing, kept) if _follow_param_groups(used) else (view, plan)
 
-    def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
-        """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
+    def needed(
+        self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False
+    ) -> Plan:
+        """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device
+        are needed; others may be offloaded.
 
-        `at_rest`: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
+        `at_rest`: as if nothing were on the device, so that what a checkpoint merely leaves there
+        does not count as needed.
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
-            view = replace(view, handles={name: handle.at_rest() for name, handle in view.handles.items()})
+            view = replace(
+                view, handles={name: handle.at_rest() for name, handle in view.handles.items()}
+            )
         return ask_policy(self._policy, view)
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
@@ -119,32 +153,44 @@ class Planner:
             enclosing=enclosing,
             upcoming=self.history.upcoming(phase),
             handles=handles,
-            budget_bytes=budget_bytes if self.least is None else min(budget_bytes, self.least.budget_bytes),
+            budget_bytes=budget_bytes
+            if self.least is None
+            else min(budget_bytes, self.least.budget_bytes),
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
 
     def whereabouts(self) -> dict[str, tuple[int, bool, list[str]]]:
-        """Where each handle is: its device bytes, whether they are on the device, and an engine's tags there. Ranks compare these facts."""
-        _follow_param_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
+        """Where each handle is: its device bytes, whether they are on the device, and an engine's
+        tags there. Ranks compare these facts."""
+        # else ranks that step other parameters from now on would not compare their plans
+        _follow_param_groups(self._handles.values())
         handles = self._handles.items()
-        return {name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags)) for name, each in handles}
+        return {
+            name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags))
+            for name, each in handles
+        }
 
     def computing_roles(self, phase: str) -> tuple[str, ...]:
-        """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
+        """The roles whose models a phase computes outputs with; none for a phase that only has them
+        on the device."""
         return _COMPUTING.get(phase, tuple(self._settings.phases.get(phase, ())))
 
     # --- the budget
 
     def budget_bytes(self, phase: str, views: Iterable[HandleView] | None = None) -> int:
-        """Device bytes that all handles (`views`) of this rank together may hold in a phase, as of now. May be called on any thread."""
+        """Device bytes that all handles (`views`) of this rank together may hold in a phase, as of
+        now. May be called on any thread."""
         given, leased = self._settings.budget_bytes, self._leased_from_bytes
         if leased is not None:
-            return min(leased if given is None else given, leased - self._leased_beside_bytes(phase))
+            return min(
+                leased if given is None else given, leased - self._leased_beside_bytes(phase)
+            )
         if given is not None:
             return given
         handles = [*self._handles.values()] if views is None else views
-        held_bytes = sum([each.resident_bytes for each in handles if not each.external])  # what can leave to make room
+        # what can leave to make room
+        held_bytes = sum([each.resident_bytes for each in handles if not each.external])
         available = self.memory.free_bytes + held_bytes + self._born_bytes
         seen = self._others_bytes.get(phase)
         if seen is None:
@@ -152,33 +198,51 @@ class Planner:
         return max(0, available - max(0, seen - self._reserved_by_others()))
 
     def other_rank(self, phase: str) -> int | None:
-        """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
-        return None if self.least is None or self.budget_bytes(phase) <= self.least.budget_bytes else self.least.budget_rank
+        """The rank of the group whose budget the plan for a phase must fit; None if it is this
+        process's own budget."""
+        return (
+            None
+            if self.least is None or self.budget_bytes(phase) <= self.least.budget_bytes
+            else self.least.budget_rank
+        )
 
     def room_bytes(self, phase: str, plan: Plan) -> int:
-        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0 under leases: others wait for it."""
+        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0
+        under leases: others wait for it."""
         if self._leased_from_bytes is not None:
             return 0
         view = self.view(phase, None, frozenset())
         return max(0, view.budget_bytes - view.bytes_of(plan))
 
     def growth_bytes(self, phase: str, memory: DeviceMemory) -> int:
-        """Bytes that others may still take in a phase that has begun, as of this measurement: the most that was seen, or the headroom."""
+        """Bytes that others may still take in a phase that has begun, as of this measurement: the
+        most that was seen, or the headroom."""
         seen = self._others_bytes.get(phase)
-        return int(memory.free_bytes * self._settings.headroom) if seen is None else max(0, seen - memory.torch_reserved_bytes)
+        return (
+            int(memory.free_bytes * self._settings.headroom)
+            if seen is None
+            else max(0, seen - memory.torch_reserved_bytes)
+        )
 
     def working_bytes(self, phase: str) -> int:
-        """Device bytes to lease for a phase in addition to the handles': for activations, and for the cache of torch's allocator."""
+        """Device bytes to lease for a phase in addition to the handles': for activations, and for
+        the cache of torch's allocator."""
         return max(self._leased_beside_bytes(phase), self._reserved_by_others()) + self._state_bytes
 
     def _leased_beside_bytes(self, phase: str) -> int:
-        """The most bytes that torch's allocator reserved in the phase; before its first run the headroom, if the user gave no budget."""
+        """The most bytes that torch's allocator reserved in the phase; before its first run the
+        headroom, if the user gave no budget."""
         leased = self._leased_from_bytes or 0
-        guess = int(leased * self._settings.headroom) if self._settings.budget_bytes is None and phase != IDLE else 0
+        guess = (
+            int(leased * self._settings.headroom)
+            if self._settings.budget_bytes is None and phase != IDLE
+            else 0
+        )
         return min(leased, self._others_bytes.get(phase, guess))
 
     def measure(self, memory: DeviceMemory) -> int:
-        """Measure the handles, beside the device's memory. Returns the device bytes that they hold."""
+        """Measure the handles, beside the device's memory. Returns the device bytes that they
+        hold."""
         self.memory, held, born, unadopted = memory, 0, 0, 0
         for handle in self._handles.values():
             storage = handle.storage
@@ -192,7 +256,9 @@ class Planner:
 
     def note_end_of(self, phase: str) -> None:
         """A phase ends now: remember how much memory others need in it."""
-        self._others_bytes[phase] = max(self._reserved_by_others(), self._others_bytes.get(phase, 0))
+        self._others_bytes[phase] = max(
+            self._reserved_by_others(), self._others_bytes.get(phase, 0)
+        )
 
     def _reserved_by_others(self) -> int:
         """The bytes that torch's allocator has reserved, without optimizer state."""
@@ -200,15 +266,26 @@ class Planner:
 
 
 def _follow_param_groups(handles: Iterable[Handle]) -> bool:
-    """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any. This looks
-    at every parameter, so the optimizers that a phase does not use are not asked."""
-    optimizers = [handle.storage for handle in handles if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)]
+    """Measure the offloaded optimizers among these anew that step other parameters than before.
+    Returns whether there are any. This looks at every parameter, so the optimizers that a phase
+    does not use are not asked."""
+    optimizers = [
+        handle.storage
+        for handle in handles
+        if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)
+    ]
     return True in [each.follow_param_groups() for each in optimizers]  # a list: each must be asked
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
-    """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
-    storage, streamed, adapter, (state, is_on_device) = handle.storage, handle.streamed, handle.adapter, handle.node
+    """One handle as a policy sees it. The object is the last one as long as every fact is the same:
+    making one takes as long as asking."""
+    storage, streamed, adapter, (state, is_on_device) = (
+        handle.storage,
+        handle.streamed,
+        handle.adapter,
+        handle.node,
+    )
     num_bytes, resident_bytes, prefetched_bytes = storage.sizes()
     facts: dict[str, Any] = {
         "name": handle.name,
@@ -239,20 +316,29 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
 def ask_policy(policy: Any, view: View) -> Plan:
     """Ask the policy for a plan, and check it.
 
-    Raises PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
-    something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
+    Raises PolicyError: the policy raised an error, or its answer is not a plan, misses a handle,
+    names an unknown handle, or contains something impossible (a readonly handle in TRAINING, parts
+    that a handle does not have, ...).
     """
     try:
         plan = policy.plan(view)
     except PolicyError:
         raise
     except Exception as error:
-        raise PolicyError(f"policy {policy.name!r} failed on phase {view.phase!r}: {error!r}") from error
+        raise PolicyError(
+            f"policy {policy.name!r} failed on phase {view.phase!r}: {error!r}"
+        ) from error
     if not isinstance(plan, Plan):
-        raise PolicyError(f"policy {policy.name!r} returned {type(plan).__name__} for phase {view.phase!r}, not a Plan")
+        raise PolicyError(
+            f"policy {policy.name!r} returned {type(plan).__name__} for phase {view.phase!r}, not "
+            "a Plan"
+        )
     problems = list(_problems(view, plan))
     if problems:
-        raise PolicyError(f"policy {policy.name!r} gave no usable plan for phase {view.phase!r}: {'; '.join(problems)}")
+        raise PolicyError(
+            f"policy {policy.name!r} gave no usable plan for phase {view.phase!r}: "
+            f"{'; '.join(problems)}"
+        )
     return plan
 
 
@@ -260,7 +346,9 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    named = dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch))
+    named = dict.fromkeys(
+        (*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch)
+    )
     unknown = [name for name in named if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
@@ -269,10 +357,15 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
             yield f"it wants {name!r} in TRAINING, which is readonly"
     yield from _wrongly_streamed(view, plan)
     for name, tags in plan.parts.items():
-        if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
+        if unknown_tags := tags - frozenset(
+            view.handles[name].tags if name in view.handles else ()
+        ):
             yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
         elif not tags or name not in plan.targets or not plan.on_device(name):
-            yield f"it wants parts of {name!r}, but not the handle on the device: leave {name!r} out of parts"
+            yield (
+                f"it wants parts of {name!r}, but not the handle on the device: leave {name!r} out "
+                "of parts"
+            )
     for name in plan.dropped & view.handles.keys():
         if view.handles[name].kind == "optimizer":
             yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
@@ -285,38 +378,60 @@ def _problems_of_prefetch(view: View, plan: Plan) -> Iterable[str]:
     wishes: Mapping[str, Any] = plan.prefetch  # written by a user's policy
     for name, nbytes in wishes.items():
         if name in view.handles and not view.handles[name].can_prefetch:
-            yield f"it prefetches {name!r}, of which nothing can arrive early (HandleView.can_prefetch)"
+            yield (
+                f"it prefetches {name!r}, of which nothing can arrive early "
+                "(HandleView.can_prefetch)"
+            )
         elif plan.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
-            yield f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is CPU_OFFLOADED can arrive early"
+            yield (
+                f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is "
+                "CPU_OFFLOADED can arrive early"
+            )
         elif not isinstance(nbytes, int) or nbytes < 0:
             yield f"it prefetches {nbytes!r} bytes of {name!r}"
 
 
 def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
-    """The problems of the handles that a plan streams. A model must be SYNCING, an optimizer TRAINING with a step that can be streamed."""
+    """The problems of the handles that a plan streams. A model must be SYNCING, an optimizer
+    TRAINING with a step that can be streamed."""
     wrong = []
     for name in plan.streamed:
         handle, state = view.handles.get(name), plan.targets.get(name)
         if handle is None or handle.kind != "optimizer" or state is not State.TRAINING:
             wrong += [] if state is State.SYNCING else [name]
         elif handle.external:
-            yield f"it streams the state of {name!r}, which a framework moves: leave {name!r} out of streamed"
+            yield (
+                f"it streams the state of {name!r}, which a framework moves: leave {name!r} out of "
+                "streamed"
+            )
         elif handle.unstreamable is not None:
-            yield f"it streams the state of {name!r}, whose step cannot be made in parts: {handle.unstreamable}"
+            yield (
+                f"it streams the state of {name!r}, whose step cannot be made in parts: "
+                f"{handle.unstreamable}"
+            )
     if wrong:
-        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING, and they are no optimizers in TRAINING"
+        yield (
+            f"it streams {', '.join(map(repr, wrong))} without SYNCING, and they are no optimizers "
+            "in TRAINING"
+        )
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The handles that `only=` means now: the named ones, unless they were unregistered meanwhile, and the optimizers that they own."""
+    """The handles that `only=` means now: the named ones, unless they were unregistered meanwhile,
+    and the optimizers that they own."""
     if only is None:
         return None
     chosen = {name for name in only if name in handles}
-    return chosen | {handle.name for handle in handles.values() if any(owner.name in chosen for owner in handle.owners)}
+    return chosen | {
+        handle.name
+        for handle in handles.values()
+        if any(owner.name in chosen for owner in handle.owners)
+    }
 
 
 def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
-    """A plan with kept handles added. A keep loads nothing: of an engine only the tags that are on the device stay there."""
+    """A plan with kept handles added. A keep loads nothing: of an engine only the tags that are on
+    the device stay there."""
     for name in kept:
         plan = plan.also(name, State.GPU_RESIDENT, handles[name].storage.resident_tags or None)
     return plan
@@ -324,10 +439,13 @@ def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) ->
 
 def target_of(handle: Handle, plan: Plan) -> Node:
     """The state (and whether it is on the device) that a plan wants a handle in."""
-    if handle.adapter is None:  # a `Lazy` that is not built yet: only the beginning of a phase builds it
+    # a `Lazy` that is not built yet: only the beginning of a phase builds it
+    if handle.adapter is None:
         return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
-    return state, state is not State.CPU_OFFLOADED and (handle.name not in plan.streamed or handle.external)
+    return state, state is not State.CPU_OFFLOADED and (
+        handle.name not in plan.streamed or handle.external
+    )
 
 
 def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
@@ -340,38 +458,62 @@ def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
     for handle in handles.values():
         target = target_of(handle, plan)
-        if handle.node != target or handle.broken is not None or not handle.storage.is_consistent_in(target[0]):
+        if (
+            handle.node != target
+            or handle.broken is not None
+            or not handle.storage.is_consistent_in(target[0])
+        ):
             return False
     return True
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:
     known = list(handles)
-    return f"no handle {name!r}" + (nearest(str(name), known) or f"; registered: {', '.join(known) or 'none'}")
+    return f"no handle {name!r}" + (
+        nearest(str(name), known) or (f"; registered: {', '.join(known) or 'none'}")
+    )
 
 
 def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
-    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget leaves beside those that are held now.
+    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget
+    leaves beside those that are held now.
 
-    `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises DeviceMemoryError, with a table of bytes
-    that each handle holds and wants.
+    `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises
+    DeviceMemoryError, with a table of bytes that each handle holds and wants.
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
-        return max(0, view.budget_bytes - sum([h.resident_bytes for h in view.handles.values() if not h.external]))
+        return max(
+            0,
+            view.budget_bytes
+            - sum([h.resident_bytes for h in view.handles.values() if not h.external]),
+        )
     if other_rank is not None:
         reason = (
-            f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank: raise "
-            "budget_bytes there, or name the handles that the phase needs together (only=[...])"
+            f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs "
+            f"{mib(wanted)} on the device of each rank: raise budget_bytes there, or name the "
+            "handles that the phase needs together (only=[...])"
         )
         told = OtherBudgetError(f"rank {other_rank} {reason}")
         told.blames = {other_rank: reason}
         raise told
-    rows = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in view.handles.values() if not h.external)
+    rows = (
+        (h.name, h.resident_bytes, bytes_under(plan, h))
+        for h in view.handles.values()
+        if not h.external
+    )
     table = bytes_table(("holds", "wants"), rows)
     error = DeviceMemoryError(
-        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table}\n"
-        'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
+        f"phase {view.phase!r} needs {mib(wanted)} on the device, "
+        "the "
+        "budget "
+        "is "
+        f"{mib(view.budget_bytes)}.\n{table}\n"
+        "Name the handles that it needs "
+        "together: "
+        'manager.phase("' + view.phase + '", '
+        "only=[...]), "
+        "or raise budget_bytes."
     )
     error.wanted_bytes = wanted
     raise error
@@ -380,16 +522,24 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
 def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) -> str:
     """A table of two numbers of bytes for each handle, largest first."""
     lines = [f"  {'handle':<24} {heads[0]:>18} {heads[1]:>18}"]
-    lines += [f"  {name:<24} {one:>18,} {other:>18,}" for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))]
+    lines += [
+        (f"  {name:<24} {one:>18,} {other:>18,}")
+        for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))
+    ]
     return "\n".join(lines)
 
 
 def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
-    """Make a plan fit: offload the cheapest handles that `needed` does not have on the device, just enough for the missing bytes."""
+    """Make a plan fit: offload the cheapest handles that `needed` does not have on the device, just
+    enough for the missing bytes."""
     freed = {
         h.name: bytes_under(plan, h) - bytes_under(needed, h)
         for h in view.handles.values()
-        if plan[h.name] is State.GPU_RESIDENT and needed[h.name] in (State.CPU_OFFLOADED, State.GPU_RESIDENT)
+        if plan[h.name] is State.GPU_RESIDENT
+        and needed[h.name] in (State.CPU_OFFLOADED, State.GPU_RESIDENT)
     }
-    leaving = view.evicted({name: nbytes for name, nbytes in freed.items() if nbytes > 0}, view.bytes_of(plan) - view.budget_bytes)
+    leaving = view.evicted(
+        {name: nbytes for name, nbytes in freed.items() if nbytes > 0},
+        view.bytes_of(plan) - view.budget_bytes,
+    )
     return needed.limited_to(leaving, plan)

@@ -1,11 +1,15 @@
-"""Prefetch: bring pages of offloaded storages to the device while a phase computes, for a later load. Their memory is aside until then.
+"""Prefetch: bring pages of offloaded storages to the device while a phase computes, for a later
+load. Their memory is aside until then.
 
-`divide` cuts the room that there is beside the phase into shares: what each handle gets at once, and what it gets when earlier offloads
-are saved. Memory is put aside for all pages at once, at the end of a phase transition, because the driver is quick while the link is idle.
+`divide` cuts the room that there is beside the phase into shares: what each handle gets at once,
+and what it gets when earlier offloads are saved. Memory is put aside for all pages at once, at the
+end of a phase transition, because the driver is quick while the link is idle.
 
-The copies are started in bursts, so that the next phase transition waits for one or two bursts at most. A thread starts them: each burst
-takes it a few calls, which a busy interpreter delays by milliseconds, while the copies of the burst before keep the link busy. Where
-memory lacks because an offload has left pages that are still being saved, the thread gives it to other pages as they are saved.
+The copies are started in bursts, so that the next phase transition waits for one or two bursts at
+most. A thread starts them: each burst takes it a few calls, which a busy interpreter delays by
+milliseconds, while the copies of the burst before keep the link busy. Where memory lacks because an
+offload has left pages that are still being saved, the thread gives it to other pages as they are
+saved.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.streamed import page_runs
 
 BURST_CHUNKS = 4
-"""The bytes of a burst, in full chunks: 1 GiB on CUDA, which takes 19 ms at 55 GB/s. A Python thread that has to wait 5 ms for each of
-three calls (the interpreter's switch interval) keeps up with that."""
+"""The bytes of a burst, in full chunks: 1 GiB on CUDA, which takes 19 ms at 55 GB/s. A Python
+thread that has to wait 5 ms for each of three calls (the interpreter's switch interval) keeps up
+with that."""
 _AHEAD = 2  # the number of bursts whose copies are started and not complete
 
 
@@ -42,9 +47,11 @@ _AHEAD = 2  # the number of bursts whose copies are started and not complete
 class Ahead:
     """The work that a phase transition does for later ones."""
 
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)  # device bytes of storages that leave which stay aside
+    # device bytes of storages that leave which stay aside
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
     begin: Callable[[ChunkPool], object] | None = None
-    """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
+    """Called when everything is where it belongs, with the chunks that are free. Those that it
+    leaves go back to the driver."""
 
 
 NOTHING_AHEAD = Ahead()
@@ -53,8 +60,9 @@ NOTHING_AHEAD = Ahead()
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that returns. Where nothing is early
-    (`has_any`), `pause` does nothing, and `look_ahead` has something to do only for a plan that prefetches or streams.
+    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that
+    returns. Where nothing is early (`has_any`), `pause` does nothing, and `look_ahead` has
+    something to do only for a plan that prefetches or streams.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -62,16 +70,19 @@ class Prefetcher:
         self._handles = handles
         self._planner = planner
         self.copies = _Copies(device)
-        self.has_any = False  # whether anything may have arrived early and be unused, or is on its way
+        # whether anything may have arrived early and be unused, or is on its way
+        self.has_any = False
         self._most_bytes: dict[str, int] = {}
-        """The most bytes that may be early in a phase in which torch's allocator has found no memory before."""
+        """The most bytes that may be early in a phase in which torch's allocator has found no
+        memory before."""
 
     def pause(self) -> None:
         """Start no further copy until this phase transition is over, or `go_on`."""
         self.copies.pause()
 
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
-        """Say what the coming phase transition does for later ones. First give up pages aside for which the plan has no use or no room.
+        """Say what the coming phase transition does for later ones. First give up pages aside for
+        which the plan has no use or no room.
 
         Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
@@ -80,8 +91,14 @@ class Prefetcher:
             if handle.holding is not None and not plan.on_device(handle.name):
                 keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
                 given += handle.holding.give_up_early(keep_bytes, chunk_pool)
-        self.has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
-        staying = {storage: share.first_bytes for storage, share in shares.items() if storage.on_device and share.first_bytes}
+        self.has_any = bool(shares) or any(
+            handle.storage.prefetched_bytes for handle in self._handles.values()
+        )
+        staying = {
+            storage: share.first_bytes
+            for storage, share in shares.items()
+            if storage.on_device and share.first_bytes
+        }
         for storage in staying:
             self._reserve_aside(storage)
         return Ahead(staying, partial(self._begin, name, plan)), given
@@ -98,10 +115,16 @@ class Prefetcher:
         return given
 
     def give_up(self, name: str) -> None:
-        """Return the memory of all pages aside to the driver. The phase gets half as much from now on."""
+        """Return the memory of all pages aside to the driver. The phase gets half as much from now
+        on."""
         if given := self.discard():
             self._most_bytes[name] = given // 2
-            logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")
+            logger.warning(
+                "out of memory in phase %s: gave up %s early bytes; it gets half as many from now "
+                "on",
+                name,
+                f"{given:,}",
+            )
 
     def go_on(self, name: str, plan: Plan) -> None:
         """Start copying again after `pause`, while the phase goes on."""
@@ -112,23 +135,38 @@ class Prefetcher:
             chunk_pool.release()
 
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
-        """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
+        """Bring what the plan wants early, as far as there is room beside the phase, whose plan has
+        been carried out.
 
-        A device that fails says so at the next phase transition or step. `chunk_pool` has chunks that would go back to the driver now.
+        A device that fails says so at the next phase transition or step. `chunk_pool` has chunks
+        that would go back to the driver now.
         """
         try:
-            streamed = [handle.streamed for handle in self._handles.values() if handle.is_streaming and handle.streamed is not None]
+            streamed = [
+                handle.streamed
+                for handle in self._handles.values()
+                if handle.is_streaming and handle.streamed is not None
+            ]
             firsts = {each.storage: each.first_chunks for each in streamed if each.first_chunks}
             if plan.prefetch or firsts:
                 self._bring(name, plan, firsts, chunk_pool)
         except Exception as error:
             self.pause()
-            logger.warning("nothing more comes early in phase %s: %s", name, str(error))  # whoever keeps the record keeps no frames
+            # whoever keeps the record keeps no frames
+            logger.warning("nothing more comes early in phase %s: %s", name, str(error))
 
-    def _bring(self, name: str, plan: Plan, firsts: Mapping[ManagedStorage, Sequence[RangeChunk]], chunk_pool: ChunkPool) -> None:
+    def _bring(
+        self,
+        name: str,
+        plan: Plan,
+        firsts: Mapping[ManagedStorage, Sequence[RangeChunk]],
+        chunk_pool: ChunkPool,
+    ) -> None:
         memory = self._device.memory()
         early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
-        spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
+        spare_bytes = (
+            memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
+        )
         room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
         self.has_any = True  # state that was born in the phase before has a place only now
@@ -147,10 +185,21 @@ class Prefetcher:
         bursts.extend(_successive(shares))
         self.copies.start(bursts)
 
-    def _put_first_aside(self, storage: ManagedStorage, chunks: Sequence[RangeChunk], room_bytes: int, chunk_pool: ChunkPool) -> int:
-        """Put memory aside for the first buckets of a streamed step, whose window the plan counts. Returns the bytes: all, or 0."""
+    def _put_first_aside(
+        self,
+        storage: ManagedStorage,
+        chunks: Sequence[RangeChunk],
+        room_bytes: int,
+        chunk_pool: ChunkPool,
+    ) -> int:
+        """Put memory aside for the first buckets of a streamed step, whose window the plan counts.
+        Returns the bytes: all, or 0."""
         self._reserve_aside(storage)
-        lacking = [(r, index) for r, index in chunks if r.pages.can_be_aside and _claim(storage, r) and r.pages.table[index].memory is None]
+        lacking = [
+            (r, index)
+            for r, index in chunks
+            if r.pages.can_be_aside and _claim(storage, r) and r.pages.table[index].memory is None
+        ]
         nbytes = sum(r.chunk_sizes[index] for r, index in lacking)
         if nbytes > room_bytes:
             return 0
@@ -159,7 +208,8 @@ class Prefetcher:
         return nbytes
 
     def _put_aside(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
-        """Put memory aside for the first pages of a storage that have none, as far as there is room."""
+        """Put memory aside for the first pages of a storage that have none, as far as there is
+        room."""
         self._reserve_aside(storage)
         for r in _ranges(storage):
             if r.pages.is_stale:
@@ -179,13 +229,16 @@ class Prefetcher:
         return min(room_bytes, self._most_bytes.get(name, room_bytes))
 
     def _shares(self, plan: Plan, room_bytes: int) -> dict[ManagedStorage, Share]:
-        """The storages of which bytes may be on the device early, in the plan's order, each with its share of the room."""
+        """The storages of which bytes may be on the device early, in the plan's order, each with
+        its share of the room."""
         wanted: dict[ManagedStorage, Wish] = {}
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
             if storage is not None and storage.can_prefetch and not plan.on_device(name):
                 nbytes = storage.device_bytes
-                wanted[storage] = Wish(min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes)
+                wanted[storage] = Wish(
+                    min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes
+                )
         return dict(zip(wanted, divide(room_bytes, [*wanted.values()]), strict=True))
 
 
@@ -197,22 +250,24 @@ class Wish(NamedTuple):
 
     wanted_bytes: int
     held_bytes: int = 0
-    """Device bytes that the handle has now and that may have to be saved before others can have their memory: those of a handle that
-    leaves the device, and what an earlier offload has left."""
+    """Device bytes that the handle has now and that may have to be saved before others can have
+    their memory: those of a handle that leaves the device, and what an earlier offload has left."""
 
 
 class Share(NamedTuple):
-    """The device bytes of one handle that may be aside at first, and in the end: when what earlier offloads have left is saved."""
+    """The device bytes of one handle that may be aside at first, and in the end: when what earlier
+    offloads have left is saved."""
 
     first_bytes: int
     last_bytes: int
 
 
 def divide(room_bytes: int, wishes: Sequence[Wish]) -> list[Share]:
-    """Divide the room. The wishes are in the order of the plan, soonest needed first; the shares are in the same order.
+    """Divide the room. The wishes are in the order of the plan, soonest needed first; the shares
+    are in the same order.
 
-    In the end, the first have all that they want. At first, everybody keeps what is wanted of what it holds, and the first have what is
-    left beside that.
+    In the end, the first have all that they want. At first, everybody keeps what is wanted of what
+    it holds, and the first have what is left beside that.
     """
     room_bytes = max(0, room_bytes)
     kept, room = list[int](), room_bytes
@@ -233,7 +288,8 @@ def divide(room_bytes: int, wishes: Sequence[Wish]) -> list[Share]:
 
 class _Burst(NamedTuple):
     parts: list[Part]
-    sources: Sequence[Part] = ()  # the pages that give their memory to this burst's once they are saved; empty if it has memory
+    # the pages that give their memory to this burst's once they are saved; empty if it has memory
+    sources: Sequence[Part] = ()
 
 
 def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
@@ -243,7 +299,8 @@ def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
 
 
 def _successive(shares: Mapping[ManagedStorage, Share]) -> Iterator[_Burst]:
-    """The copies to pages that get their memory from pages that are being saved, cut into bursts."""
+    """The copies to pages that get their memory from pages that are being saved, cut into
+    bursts."""
     sources: defaultdict[int, deque[tuple[Pages, int]]] = defaultdict(deque)
     for storage, share in shares.items():
         surplus = storage.prefetched_bytes - share.last_bytes
@@ -255,7 +312,9 @@ def _successive(shares: Mapping[ManagedStorage, Share]) -> Iterator[_Burst]:
     for storage, share in shares.items():
         room_bytes = share.last_bytes - storage.prefetched_bytes
         for r in _ranges(storage):
-            for size, each in itertools.groupby(_lacking_within(r.pages, room_bytes), key=r.chunk_sizes.__getitem__):
+            for size, each in itertools.groupby(
+                _lacking_within(r.pages, room_bytes), key=r.chunk_sizes.__getitem__
+            ):
                 indices = [*itertools.islice(each, len(sources[size]))]
                 room_bytes -= size * len(indices)
                 for start in range(0, len(indices), BURST_CHUNKS):
@@ -264,7 +323,10 @@ def _successive(shares: Mapping[ManagedStorage, Share]) -> Iterator[_Burst]:
 
 
 def _by_range(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
-    return [(table, [index for _, index in those]) for table, those in itertools.groupby(pages, key=operator.itemgetter(0))]
+    return [
+        (table, [index for _, index in those])
+        for table, those in itertools.groupby(pages, key=operator.itemgetter(0))
+    ]
 
 
 def _ranges(storage: ManagedStorage) -> Iterator[Range]:
@@ -272,9 +334,12 @@ def _ranges(storage: ManagedStorage) -> Iterator[Range]:
 
 
 def _claim(storage: ManagedStorage, r: Range) -> bool:
-    """Claim the host copy. Returns whether it has the range's bytes in host memory, for this process alone, and nobody may write there."""
+    """Claim the host copy. Returns whether it has the range's bytes in host memory, for this
+    process alone, and nobody may write there."""
     is_exposed = r.is_shown and storage.state_dict_tensors.are_held
-    return not (r.is_shared or is_exposed or r.moving_in is not None) and (r.spill is None or r.spill.claim_if_here())
+    return not (r.is_shared or is_exposed or r.moving_in is not None) and (
+        r.spill is None or r.spill.claim_if_here()
+    )
 
 
 def _lacking_within(pages: Pages, room_bytes: int) -> list[int]:
@@ -285,20 +350,24 @@ def _lacking_within(pages: Pages, room_bytes: int) -> list[int]:
 
 
 class _Copies:
-    """The copies to pages that are aside, started burst by burst. The pages keep this alive, and it keeps no handle alive."""
+    """The copies to pages that are aside, started burst by burst. The pages keep this alive, and it
+    keeps no handle alive."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.RLock()  # reentrant: a collection on the thread may end the manager
         """Held while a burst is taken and started."""
         self._bursts: deque[_Burst] = deque()
-        """The bursts still to be started. Each `start` has its own, so that the thread of an earlier one ends."""
-        self._receivers: list[Pages] = []  # the page tables that get memory while the phase computes
+        """The bursts still to be started. Each `start` has its own, so that the thread of an
+        earlier one ends."""
+        # the page tables that get memory while the phase computes
+        self._receivers: list[Pages] = []
         self.discarded_bytes = 0  # device bytes that arrived early and were given up unused, so far
 
     def pause(self, discarded_bytes: int = 0) -> None:
-        """Return once it is certain that no further copy is started before the next `start`. Waits while the thread starts one burst.
-        `discarded_bytes`: bytes that were copied in vain, to be counted."""
+        """Return once it is certain that no further copy is started before the next `start`. Waits
+        while the thread starts one burst. `discarded_bytes`: bytes that were copied in vain, to be
+        counted."""
         self.discarded_bytes += discarded_bytes
         self._bursts = deque()  # first: the thread may have the lock again before this has it
         with self._lock:
@@ -306,16 +375,21 @@ class _Copies:
                 self._receivers.pop().is_receiving = False
 
     def start(self, bursts: deque[_Burst]) -> None:
-        """Start the first bursts here, as far as they have memory, and the rest in a thread. Call `pause` before."""
+        """Start the first bursts here, as far as they have memory, and the rest in a thread. Call
+        `pause` before."""
         self._bursts = bursts
-        for pages, _ in itertools.chain.from_iterable(burst.parts for burst in bursts if burst.sources):
+        for pages, _ in itertools.chain.from_iterable(
+            burst.parts for burst in bursts if burst.sources
+        ):
             self._receivers.append(pages)
             pages.is_receiving = True
         started: deque[Mark] = deque()
         while bursts and not bursts[0].sources and len(started) < _AHEAD:
             self._start(bursts.popleft(), started)
         if bursts:
-            BackgroundThread("placement-prefetch", partial(self._start_rest, bursts, started)).start()
+            BackgroundThread(
+                "placement-prefetch", partial(self._start_rest, bursts, started)
+            ).start()
 
     def _start_rest(self, bursts: deque[_Burst], started: deque[Mark]) -> None:
         try:
@@ -324,13 +398,15 @@ class _Copies:
                 with self._lock:
                     if bursts is self._bursts:
                         self._start(bursts.popleft(), started)
-        except Exception as error:  # the device failed: the next phase transition meets the same, and says so
+        # the device failed: the next phase transition meets the same, and says so
+        except Exception as error:
             logger.warning("prefetch stopped: %s", str(error))
         finally:
             bursts.clear()
 
     def _wait_for(self, burst: _Burst, started: deque[Mark]) -> None:
-        """Wait until the link has done with an earlier burst, and the memory of the next one is saved."""
+        """Wait until the link has done with an earlier burst, and the memory of the next one is
+        saved."""
         if len(started) >= _AHEAD:
             self._device.wait(started.popleft())
         for pages, indices in burst.sources:

@@ -1,4 +1,5 @@
-"""Publish weights to a rollout engine: under the names that it knows, in buckets of bounded size."""
+"""Publish weights to a rollout engine: under the names that it knows, in buckets of bounded
+size."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,9 @@
 """Bring weights from the host copy while those before them are used.
 
-In a streamed sync the host copy has the valid values. The parts that this rank has of the next weights are copied to the device on a
-stream of their own, in groups of about a bucket. Each bucket waits for its own groups alone, and the collectives that gather it run on the
-caller's stream under the copies of the next one.
+In a streamed sync the host copy has the valid values. The parts that this rank has of the next
+weights are copied to the device on a stream of their own, in groups of about a bucket. Each bucket
+waits for its own groups alone, and the collectives that gather it run on the caller's stream under
+the copies of the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from placement.core.call_guard import without_modes
 from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]
-_Target = tuple[torch.Tensor, torch.Tensor]  # a tensor of the module, and memory on the device for its value
+# a tensor of the module, and memory on the device for its value
+_Target = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextlib.contextmanager
@@ -29,9 +31,10 @@ def plainly() -> Iterator[None]:
 
 
 class ReadAhead:
-    """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order in which they are published, in groups of
-    `bucket_bytes` published bytes (one weight where that is larger). Memory is taken on the caller's stream. The copies wait for what that
-    stream has been given before: for whoever used the memory last."""
+    """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order in
+    which they are published, in groups of `bucket_bytes` published bytes (one weight where that is
+    larger). Memory is taken on the caller's stream. The copies wait for what that stream has been
+    given before: for whoever used the memory last."""
 
     def __init__(self, reader: Reader, wanted: Iterable[Wanted], bucket_bytes: int) -> None:
         self._reader = reader
@@ -39,11 +42,16 @@ class ReadAhead:
         self._bucket_bytes = bucket_bytes
         self._groups: deque[int] = deque()  # the published bytes of each group that is not used up
         self._seen: set[int] = set()
-        self._device: Any = torch.get_device_module(reader.device) if self._wanted and reader.device.type != "cpu" else None
+        self._device: Any = (
+            torch.get_device_module(reader.device)
+            if self._wanted and reader.device.type != "cpu"
+            else None
+        )
         self._stream: Any = None if self._device is None else self._device.Stream(reader.device)
 
     def fetch(self) -> None:
-        """Start the copies of the coming bucket, if none did, and of the one after it. Called before a bucket is filled."""
+        """Start the copies of the coming bucket, if none did, and of the one after it. Called
+        before a bucket is filled."""
         while self._wanted and len(self._groups) < 2:
             self._start(self._take_group())
 
@@ -74,7 +82,9 @@ class ReadAhead:
     def _start(self, group: list[_Target]) -> None:
         if self._stream is not None:
             self._stream.wait_stream(self._device.current_stream(self._reader.device))
-        with contextlib.nullcontext() if self._stream is None else self._device.stream(self._stream):
+        with (
+            contextlib.nullcontext() if self._stream is None else self._device.stream(self._stream)
+        ):
             for source, target in group:
                 self._reader.fill(target, source.detach(), non_blocking=True)
             arrived = None if self._stream is None else self._stream.record_event()
@@ -82,7 +92,8 @@ class ReadAhead:
             self._reader.fetched[id(source)] = source, target, arrived
 
     def end(self) -> None:
-        """Wait for copies that nobody waits for, after the last weight or an early end. Idempotent."""
+        """Wait for copies that nobody waits for, after the last weight or an early end.
+        Idempotent."""
         if self._stream is not None and self._reader.fetched:
             self._stream.synchronize()
         self._reader.fetched.clear()

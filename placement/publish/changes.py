@@ -1,15 +1,17 @@
 """Publish only what has changed since a version that the receivers have.
 
-The values of that version are in the host copy, where they were left when the model was offloaded after it had been published, or when
-training began again (`Published.keep`). So no second snapshot is kept: of each publication only the fingerprints of its pages are, 8
-bytes a page. Where they are those of the host copy, it has the values that were published, and is compared with the device, bit by bit in
-the published dtype. An offload after that overwrites them. It records the positions of what it changes (`storage.changes`), and the next
-publication takes the values there. Where neither can be proved, because the model was trained on before it was offloaded, or somebody wrote
-the host copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight is computed from several (merged
-adapters, converted names).
+The values of that version are in the host copy, where they were left when the model was offloaded
+after it had been published, or when training began again (`Published.keep`). So no second snapshot
+is kept: of each publication only the fingerprints of its pages are, 8 bytes a page. Where they are
+those of the host copy, it has the values that were published, and is compared with the device, bit
+by bit in the published dtype. An offload after that overwrites them. It records the positions of
+what it changes (`storage.changes`), and the next publication takes the values there. Where neither
+can be proved, because the model was trained on before it was offloaded, or somebody wrote the host
+copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight
+is computed from several (merged adapters, converted names).
 
-The old values come to the device bucket by bucket while those before them are compared (`ReadAhead`). Pages that have not changed at all
-are known by their fingerprints, and do not come.
+The old values come to the device bucket by bucket while those before them are compared
+(`ReadAhead`). Pages that have not changed at all are known by their fingerprints, and do not come.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class WeightChange:
 
     name: str
     shape: tuple[int, ...]  # the shape of the full weight
-    offset: tuple[int, ...]  # where this rank's part begins in the full weight, in elements of each dimension
+    # where this rank's part begins in the full weight, in elements of each dimension
+    offset: tuple[int, ...]
     part: tuple[int, ...]  # the shape of this rank's part
     positions: torch.Tensor | None
-    """Positions in the flattened part, ascending, int32 (int64 where the part is larger). None: `values` are all of the part."""
+    """Positions in the flattened part, ascending, int32 (int64 where the part is larger). None:
+    `values` are all of the part."""
     values: torch.Tensor  # the new values there, in the published dtype
 
     @property
@@ -48,13 +52,17 @@ class WeightChange:
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
     def write_into(self, full: torch.Tensor) -> None:
-        """Write the change into a receiver's full weight, which has the values of the version before.
+        """Write the change into a receiver's full weight, which has the values of the version
+        before.
 
         Raises:
             ValueError: the receiver's weight has another shape or dtype.
         """
         if tuple(full.shape) != self.shape or full.dtype is not self.values.dtype:
-            raise ValueError(f"{self.name!r} is {self.values.dtype} of shape {self.shape}, not {full.dtype} of shape {tuple(full.shape)}")
+            raise ValueError(
+                f"{self.name!r} is {self.values.dtype} of shape {self.shape}, not {full.dtype} of "
+                f"shape {tuple(full.shape)}"
+            )
         mine = full.detach()
         for dim, (start, length) in enumerate(zip(self.offset, self.part, strict=True)):
             mine = mine.narrow(dim, start, length)
@@ -71,7 +79,8 @@ class Changes(list[WeightChange]):
 
     def __init__(self, base: int | None, version: int) -> None:
         super().__init__()
-        self.base = base  # the version that receivers must have; None: everything is whole, and they need none
+        # the version that receivers must have; None: everything is whole, and they need none
+        self.base = base
         self.version = version  # the version that receivers have when the last bucket is written
 
     @property
@@ -80,14 +89,16 @@ class Changes(list[WeightChange]):
 
 
 class PublishedAs(NamedTuple):
-    """How one weight is published. A receiver's values are comparable only while it stays the same."""
+    """How one weight is published. A receiver's values are comparable only while it stays the
+    same."""
 
     name: str
     dtype: torch.dtype
     offset: tuple[int, ...] | None
     part: tuple[int, ...]
     place: tuple[Range, int] | None
-    """The range in which this rank's part lies, and where it begins there, in bytes; None where that is no block of a range."""
+    """The range in which this rank's part lies, and where it begins there, in bytes; None where
+    that is no block of a range."""
 
 
 @dataclass(frozen=True)
@@ -99,33 +110,56 @@ class Published:
     prints: Mapping[Range, torch.Tensor]  # fingerprints of the pages of each range, on the CPU
 
     def keep(self, storage: ManagedStorage) -> None:
-        """Copy to the host copy what it lacks of this version, before training changes the values, where no offload has done so already.
-        Waits for the copies."""
-        if not all(r.pages.prints is not None and r.pages.prints.cpu().equal(prints) for r, prints in self.prints.items()):
+        """Copy to the host copy what it lacks of this version, before training changes the values,
+        where no offload has done so already. Waits for the copies."""
+        if not all(
+            r.pages.prints is not None and r.pages.prints.cpu().equal(prints)
+            for r, prints in self.prints.items()
+        ):
             storage.mirror()
 
 
 class Publication:
-    """One publication of changes of `weights` (name, weight and published dtype of everything to publish) since `last`, the last complete
-    publication, if the receivers have its version. Where the framework places the weights itself, every weight is published whole."""
+    """One publication of changes of `weights` (name, weight and published dtype of everything to
+    publish) since `last`, the last complete publication, if the receivers have its version. Where
+    the framework places the weights itself, every weight is published whole."""
 
-    def __init__(self, storage: Storage, weights: Sequence[tuple[str, Weight, torch.dtype]], last: Published | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        weights: Sequence[tuple[str, Weight, torch.dtype]],
+        last: Published | None,
+    ) -> None:
         self._storage = storage
         self._weights = weights
         self._parts = [weight.part() for _, weight, _ in weights]
-        forms = [_form(storage, name, weight, dtype, part) for (name, weight, dtype), part in zip(weights, self._parts, strict=True)]
-        found = {r: _prints(storage, r) for r in storage.ranges if not r.transient and r.moving_in is None}
-        self.published = Published(time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None})
+        forms = [
+            _form(storage, name, weight, dtype, part)
+            for (name, weight, dtype), part in zip(weights, self._parts, strict=True)
+        ]
+        found = {
+            r: _prints(storage, r)
+            for r in storage.ranges
+            if not r.transient and r.moving_in is None
+        }
+        self.published = Published(
+            time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None}
+        )
         self._last = last if last is not None and last.forms == forms else None
-        self._bases = [self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)]
+        self._bases = [
+            self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)
+        ]
 
     def complete(self) -> Published:
-        """The receivers have everything. From here on offloads record what they change, where the host copy is this process's alone."""
+        """The receivers have everything. From here on offloads record what they change, where the
+        host copy is this process's alone."""
         storage, pieces = self._storage, dict[Range, list[RecordedPiece]]()
         for form, part in zip(self.published.forms, self._parts, strict=True):
             if form.place is not None and part is not None and part.tensor.is_contiguous():
                 r, start = form.place
-                pieces.setdefault(r, []).append(RecordedPiece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
+                pieces.setdefault(r, []).append(
+                    RecordedPiece(start, part.tensor.numel(), part.tensor.dtype, form.dtype)
+                )
         if isinstance(storage, ManagedStorage) and not storage.readonly:
             for r, prints in self.published.prints.items():
                 if r in pieces and not r.is_replica:
@@ -133,14 +167,25 @@ class Publication:
         return self.published
 
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
-        """The changes in buckets of at most `bucket_bytes`, or of one larger change. Until `complete`, nobody knows what receivers have."""
+        """The changes in buckets of at most `bucket_bytes`, or of one larger change. Until
+        `complete`, nobody knows what receivers have."""
         for r in self._storage.ranges:
             r.pages.record = None
-        base = None if self._last is None or all(basis is None for basis in self._bases) else self._last.version
+        base = (
+            None
+            if self._last is None or all(basis is None for basis in self._bases)
+            else self._last.version
+        )
         old = Reader(device, self._storage.read_host)
         new = Reader(device, None if self._storage.on_device else self._storage.read_host)
-        waiting = deque(zip(self._weights, self.published.forms, self._parts, self._bases, strict=True))
-        compared = [part.tensor for _, _, part, basis in waiting if part is not None and basis is not None and basis.is_compared]
+        waiting = deque(
+            zip(self._weights, self.published.forms, self._parts, self._bases, strict=True)
+        )
+        compared = [
+            part.tensor
+            for _, _, part, basis in waiting
+            if part is not None and basis is not None and basis.is_compared
+        ]
         ahead = ReadAhead(old, [(LocalWeight(each), each.dtype) for each in compared], bucket_bytes)
         bucket = Changes(base, self.published.version)
         try:
@@ -159,7 +204,8 @@ class Publication:
                 bucket.append(change)
             yield bucket
         except GeneratorExit:
-            for (_, weight, dtype), _, part, _ in waiting:  # ranks that go on wait for this one's part
+            # ranks that go on wait for this one's part
+            for (_, weight, dtype), _, part, _ in waiting:
                 if part is None and weight.is_collective:
                     with plainly():
                         weight.whole(new, dtype)
@@ -168,40 +214,81 @@ class Publication:
             ahead.end()
 
     def _basis(self, form: PublishedAs, part: Part | None) -> Basis | None:
-        """Find out from where on the changes of one weight are known; None: it is published whole."""
+        """Find out from where on the changes of one weight are known; None: it is published
+        whole."""
         if self._last is None or part is None or form.place is None:
             return None
         r, start = form.place
         if r.is_shown or r not in self._last.prints or r not in self.published.prints:
             return None
         size = r.chunk_sizes[0]
-        last_element = sum(stride * max(0, count - 1) for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True))
+        last_element = sum(
+            stride * max(0, count - 1)
+            for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True)
+        )
         pages = slice(start // size, (start + last_element * part.tensor.itemsize) // size + 1)
         last, now = self._last.prints[r], self.published.prints[r]
         if now[pages].equal(last[pages]):
             return Basis(None, False)
-        host = r.pages.prints.cpu() if r.pages.prints is not None and self._storage.on_device else None
+        host = (
+            r.pages.prints.cpu() if r.pages.prints is not None and self._storage.on_device else None
+        )
         if host is not None and host[pages].equal(last[pages]):
             return Basis(None, True)
         record = r.pages.record
-        if record is None or (piece := record.piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype)) is None:
+        if (
+            record is None
+            or (piece := record.piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
+            is None
+        ):
             return None
         if record.has(pages, now):
             return Basis(piece, False)
         return Basis(piece, True) if host is not None and record.has(pages, host) else None
 
-    def _change(self, form: PublishedAs, weight: Weight, part: Part | None, basis: Basis | None, old: Reader, new: Reader) -> WeightChange:
+    def _change(
+        self,
+        form: PublishedAs,
+        weight: Weight,
+        part: Part | None,
+        basis: Basis | None,
+        old: Reader,
+        new: Reader,
+    ) -> WeightChange:
         shape, dtype = tuple(weight.shape), form.dtype
         if part is None:
-            return WeightChange(form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype))
+            return WeightChange(
+                form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype)
+            )
         if basis is None:
-            return WeightChange(form.name, shape, part.offset, form.part, None, new.read(part.tensor, dtype).contiguous().view(-1))
-        known = torch.empty(0, dtype=torch.int32, device=new.device) if basis.piece is None else basis.piece.positions(new.device)
+            return WeightChange(
+                form.name,
+                shape,
+                part.offset,
+                form.part,
+                None,
+                new.read(part.tensor, dtype).contiguous().view(-1),
+            )
+        known = (
+            torch.empty(0, dtype=torch.int32, device=new.device)
+            if basis.piece is None
+            else basis.piece.positions(new.device)
+        )
         if not basis.is_compared:
-            now = part.tensor.detach() if self._storage.on_device or not len(known) else self._storage.read_host(part.tensor)
+            now = (
+                part.tensor.detach()
+                if self._storage.on_device or not len(known)
+                else self._storage.read_host(part.tensor)
+            )
             assert now is not None  # it has a place in the range
-            values = bits_of(now.reshape(-1))[known.to(now.device, torch.int64)].view(now.dtype).to(dtype)
-            return WeightChange(form.name, shape, part.offset, form.part, known, values.to(new.device))
+            values = (
+                bits_of(now.reshape(-1))[known.to(now.device, torch.int64)]
+                .view(now.dtype)
+                .to(dtype)
+            )
+            return WeightChange(
+                form.name, shape, part.offset, form.part, known, values.to(new.device)
+            )
         values = new.read(part.tensor, dtype).contiguous().view(-1)
         before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
         differs = bits_of(values) != bits_of(before)
@@ -209,7 +296,14 @@ class Publication:
         found = differs.nonzero().view(-1)
         positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
         if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
-            return WeightChange(form.name, shape, part.offset, form.part, positions, bits_of(values)[found].view(dtype))
+            return WeightChange(
+                form.name,
+                shape,
+                part.offset,
+                form.part,
+                positions,
+                bits_of(values)[found].view(dtype),
+            )
         return WeightChange(form.name, shape, part.offset, form.part, None, values)
 
 
@@ -218,19 +312,28 @@ class Basis(NamedTuple):
 
     piece: RecordedPiece | None  # the record up to then; None: nothing had changed
     is_compared: bool
-    """Whether the host copy has the values of then, with which the present ones are compared. Else these are those of then."""
+    """Whether the host copy has the values of then, with which the present ones are compared. Else
+    these are those of then."""
 
 
-def _form(storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None) -> PublishedAs:
+def _form(
+    storage: Storage, name: str, weight: Weight, dtype: torch.dtype, part: Part | None
+) -> PublishedAs:
     if part is None:
         return PublishedAs(name, dtype, None, tuple(weight.shape), None)
     found = storage.object_ranges.find(part.tensor) if isinstance(storage, ManagedStorage) else None
-    place = None if found is None else (found[0], found[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
+    place = (
+        None
+        if found is None
+        else (found[0], found[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
+    )
     return PublishedAs(name, dtype, part.offset, tuple(part.tensor.shape), place)
 
 
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
-    """The fingerprints of the values that are valid now, on the CPU; None where they are not known."""
+    """The fingerprints of the values that are valid now, on the CPU; None where they are not
+    known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
         return r.fingerprint(0, len(r.chunk_sizes)).cpu()
-    return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()  # whoever was shown the host copy may have written there
+    # whoever was shown the host copy may have written there
+    return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()

@@ -1,7 +1,9 @@
-"""Publishing PEFT models: weights with the adapters merged in, the adapters alone, or the base model alone.
+"""Publishing PEFT models: weights with the adapters merged in, the adapters alone, or the base
+model alone.
 
-Nothing is merged in the model itself. One layer at a time is copied with its full weights, and PEFT's own `merge` computes in that
-copy. So nothing has to be unmerged, even after an error, and every kind of adapter is merged by PEFT's own code.
+Nothing is merged in the model itself. One layer at a time is copied with its full weights, and
+PEFT's own `merge` computes in that copy. So nothing has to be unmerged, even after an error, and
+every kind of adapter is merged by PEFT's own code.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_pl
 from placement.tensors.plain import is_a, is_scaled
 
 Adapters = Literal["merged", "separate", "base"]
-"""The part of a PEFT model that is published: base with the adapters merged in, the adapters alone, or the base without adapters."""
+"""The part of a PEFT model that is published: base with the adapters merged in, the adapters alone,
+or the base without adapters."""
 
 
 def _is_layer(module: object) -> bool:
@@ -27,12 +30,15 @@ def _is_layer(module: object) -> bool:
 
 
 def has_adapters(module: object) -> bool:
-    """Whether a module is one of PEFT's: a model, a layer with adapters, or a wrapper that holds a trained replacement."""
+    """Whether a module is one of PEFT's: a model, a layer with adapters, or a wrapper that holds a
+    trained replacement."""
     return _is_layer(module) or _is_saved(module) or _is_model(module) or _is_around(module)
 
 
 def _is_model(module: object) -> bool:
-    return is_a(module, "peft.peft_model", "PeftModel") or is_a(module, "peft.mixed_model", "PeftMixedModel")
+    return is_a(module, "peft.peft_model", "PeftModel") or is_a(
+        module, "peft.mixed_model", "PeftMixedModel"
+    )
 
 
 def _is_around(module: object) -> bool:
@@ -40,19 +46,26 @@ def _is_around(module: object) -> bool:
 
 
 def _is_saved(module: object) -> bool:
-    """Whether a module is PEFT's wrapper around a module and its trained replacement (modules_to_save, trainable tokens)."""
+    """Whether a module is PEFT's wrapper around a module and its trained replacement
+    (modules_to_save, trainable tokens)."""
     return is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
 def _layers(module: Any) -> list[Any]:
-    """The layers with adapters at a place of the tree: the module and those nested in it, outermost first, or a wrapper's."""
+    """The layers with adapters at a place of the tree: the module and those nested in it, outermost
+    first, or a wrapper's."""
     if _is_layer(module):
         return [module, *_layers(module._modules.get("base_layer"))]
-    return [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)] if _is_saved(module) else []
+    return (
+        [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)]
+        if _is_saved(module)
+        else []
+    )
 
 
 def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
-    """The base layer that PEFT leaves when it unloads the adapters of a copied layer, merged into it or not."""
+    """The base layer that PEFT leaves when it unloads the adapters of a copied layer, merged into
+    it or not."""
     special = getattr(layer, "unload_and_optionally_merge_module", None)
     if special is not None:
         unloaded: torch.nn.Module = special(merge=merge, safe_merge=False, adapter_names=None)
@@ -75,15 +88,17 @@ _AROUND = (
 
 
 class Unload:
-    """Removes PEFT's models and layers from a skeleton, as PEFT does when it unloads adapters. ValueError: `adapters` is "base", but they
-    were merged into the base weights; or "merged", but they are prompts, which cannot be."""
+    """Removes PEFT's models and layers from a skeleton, as PEFT does when it unloads adapters.
+    ValueError: `adapters` is "base", but they were merged into the base weights; or "merged", but
+    they are prompts, which cannot be."""
 
     def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
         self._skeleton = skeleton
         self._adapters = adapters
         self._visited: dict[int, torch.nn.Module] = {}
         self._adapted: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-        """The model's own layers that adapt each weight, and its name there, by the weight's key, in PEFT's order of merging."""
+        """The model's own layers that adapt each weight, and its name there, by the weight's key,
+        in PEFT's order of merging."""
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
         """A module that the skeleton has copied, without adapters. Called before `merged`."""
@@ -110,12 +125,20 @@ class Unload:
         part: Any = module
         while True:
             if _is_model(part):
-                prompts = [each for each in part.peft_config.values() if each.is_prompt_learning or each.peft_type == "ADAPTION_PROMPT"]
+                prompts = [
+                    each
+                    for each in part.peft_config.values()
+                    if each.is_prompt_learning or each.peft_type == "ADAPTION_PROMPT"
+                ]
                 if self._adapters == "merged" and prompts:
-                    raise ValueError("adapters='merged': learned prompts cannot be merged into weights; publish adapters='base'")
+                    raise ValueError(
+                        "adapters='merged': learned prompts cannot be merged into weights; publish "
+                        "adapters='base'"
+                    )
                 part = part._modules["base_model"]
             elif _is_around(part):
-                part = part._modules["lora_model" if "lora_model" in part._modules else "model"]  # the first in X-LoRA
+                # the first in X-LoRA
+                part = part._modules["lora_model" if "lora_model" in part._modules else "model"]
             else:
                 found: torch.nn.Module = part
                 return found
@@ -124,7 +147,10 @@ class Unload:
         layers = _layers(module)
         if self._adapters == "base":
             if merged := [name for layer in layers for name in layer.merged_adapters]:
-                raise ValueError(f"adapters='base': {merged[0]!r} is merged into the base weights; call unmerge_adapter() first")
+                raise ValueError(
+                    f"adapters='base': {merged[0]!r} is merged into the base weights; call "
+                    "unmerge_adapter() first"
+                )
             plain = module.original_module if _is_saved(module) else module
             return _unloaded(plain, merge=False) if _is_layer(plain) else plain
         if not layers and not _is_saved(module):
@@ -152,7 +178,8 @@ class _WholeCopier(Copier):
         return self._whole[id(weight)]
 
     def attribute(self, value: Any) -> Any:
-        """Copy containers, too, because PEFT notes in them what was merged. Tensors and modules in them are copied like the layer's."""
+        """Copy containers, too, because PEFT notes in them what was merged. Tensors and modules in
+        them are copied like the layer's."""
         if isinstance(value, torch.Tensor):
             return self.stand_in(self.shown.weight(value))
         if isinstance(value, torch.nn.Module):
@@ -165,7 +192,8 @@ class _WholeCopier(Copier):
 
 
 class _Merge(Computation):
-    """The merge of one layer, or of several layers that share a weight and so must be merged together."""
+    """The merge of one layer, or of several layers that share a weight and so must be merged
+    together."""
 
     def __init__(self, shown: Shown, layers: Sequence[torch.nn.Module]) -> None:
         self.shown = shown
@@ -180,13 +208,22 @@ class _Merge(Computation):
         copier = _WholeCopier(self.shown, reader)
         for copy in [copier.copy(layer) for layer in self.layers]:
             # If the user has merged the adapters, the base weights contain them already.
-            is_merged = all(set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy))
+            is_merged = all(
+                set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy)
+            )
             try:
                 base = _unloaded(copy, merge=not is_merged)
             except NotImplementedError as error:
                 kind = type(copy).__module__
-                raise ValueError(f"adapters='merged': PEFT cannot merge {kind}; publish adapters='separate' or 'base'") from error
-        return {name: parameter.data for name, parameter in base.named_parameters() if name in self.wanted}
+                raise ValueError(
+                    f"adapters='merged': PEFT cannot merge {kind}; publish adapters='separate' or "
+                    "'base'"
+                ) from error
+        return {
+            name: parameter.data
+            for name, parameter in base.named_parameters()
+            if name in self.wanted
+        }
 
 
 class MergedWeight(ComputedWeight):
@@ -199,39 +236,64 @@ class MergedWeight(ComputedWeight):
     @property
     def problem(self) -> str | None:
         if is_scaled(self.dtype):
-            return f"is stored as {self.dtype}, into which PEFT cannot merge; publish adapters='base', then adapters='separate'"
+            return (
+                f"is stored as {self.dtype}, into which PEFT cannot merge; publish "
+                "adapters='base', then adapters='separate'"
+            )
         return super().problem
 
 
 def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them. `root` is the
-    root as the skeleton has copied it. ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a
-    weight."""
-    model: Any = next((part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
+    """Name and placeholder of each weight of the active adapter, under the names with which PEFT
+    saves and loads them. `root` is the root as the skeleton has copied it. ValueError: there is no
+    adapter, several are active, or PEFT saves a computed value instead of a weight."""
+    model: Any = next(
+        (part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)),
+        None,
+    )
     if model is None:
-        raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
+        raise ValueError(
+            "adapters='separate' publishes the adapters of a PEFT model, but this module has none; "
+            "publish adapters='merged'"
+        )
     parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
     active = dict.fromkeys(name for part in parts for name in part.active_adapters)
-    one = getattr(model, "active_adapter", None)  # a name in a PEFT model, a method in one of transformers
+    # a name in a PEFT model, a method in one of transformers
+    one = getattr(model, "active_adapter", None)
     active = active or dict.fromkeys([one] if isinstance(one, str) else model.peft_config)
     if len(active) != 1:
         names = ", ".join(active)
-        raise ValueError(f"adapters='separate' publishes one active adapter, but {len(active)} are active ({names}): call set_adapter()")
+        raise ValueError(
+            f"adapters='separate' publishes one active adapter, but {len(active)} are active "
+            f"({names}): call set_adapter()"
+        )
     name = next(iter(active))
     config = shallow(model.peft_config[name])  # PEFT changes it on saving
-    if config.is_prompt_learning and [each for each, _ in model.prompt_encoder[name].named_parameters()] == ["embedding.weight"]:
+    if config.is_prompt_learning and [
+        each for each, _ in model.prompt_encoder[name].named_parameters()
+    ] == ["embedding.weight"]:
         config.inference_mode = True  # the prompt is a weight, which PEFT then takes as it is
     model.peft_config = {**model.peft_config, name: config}
     export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
     try:
-        # Embeddings of the base model are not part of the adapter, and PEFT would look for them on a model hub.
-        found = export(model, state_dict=dict(named_places(model)), adapter_name=name, save_embedding_layers=False)
-        computed = next((saved for saved, place in found.items() if key_of(place) not in skeleton.weights), None)
+        # Embeddings of the base model are not part of the adapter, and PEFT would look for them on
+        # a model hub.
+        found = export(
+            model,
+            state_dict=dict(named_places(model)),
+            adapter_name=name,
+            save_embedding_layers=False,
+        )
+        computed = next(
+            (saved for saved, place in found.items() if key_of(place) not in skeleton.weights), None
+        )
     except (NotImplementedError, RuntimeError):  # placeholders have no values
         computed = "all of it"
     if computed is not None:
         raise ValueError(
-            f"adapters='separate': PEFT computes what it saves of {name!r} ({config.peft_type.value}: {computed}), so it is not a weight; "
-            "publish adapters='merged', or for prompts send what get_peft_model_state_dict() returns in a phase that loads the model"
+            f"adapters='separate': PEFT computes what it saves of {name!r} "
+            f"({config.peft_type.value}: {computed}), so it is not a weight; publish "
+            "adapters='merged', or for prompts send what get_peft_model_state_dict() returns in a "
+            "phase that loads the model"
         )
     return list(found.items())

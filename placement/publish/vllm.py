@@ -1,6 +1,7 @@
 """A handle's weights for the trainer side of vLLM's weight transfer.
 
-Read from vllm/distributed/weight_transfer/base.py. In 0.33.0 a source has `metadata` as a cached property, and `iter_full()`; from 0.26 to
+Read from vllm/distributed/weight_transfer/base.py. In 0.33.0 a source has `metadata` as a cached
+property, and `iter_full()`; from 0.26 to
 0.32 it has `metadata()`, and is iterated over.
 """
 
@@ -22,35 +23,47 @@ from placement.publish.lora import Adapters
 
 
 class VllmWeightSource:
-    """A `vllm.distributed.weight_transfer.WeightSource`, from which vLLM's trainer-side engines (`nccl`, `ipc`) send.
+    """A `vllm.distributed.weight_transfer.WeightSource`, from which vLLM's trainer-side engines
+    (`nccl`, `ipc`) send.
 
-    Give it to `trainer_init(source=...)`, in any state. Call `send_weights()` inside `manager.phase("weight_sync")`, on every rank.
-    Every rank gathers and holds every weight: `owned_names()` has all, and before 0.33 `held_names()` is None. Each weight is in memory
-    of torch, and stays valid as long as vLLM keeps it.
+    Give it to `trainer_init(source=...)`, in any state. Call `send_weights()` inside
+    `manager.phase("weight_sync")`, on every rank. Every rank gathers and holds every weight:
+    `owned_names()` has all, and before 0.33 `held_names()` is None. Each weight is in memory of
+    torch, and stays valid as long as vLLM keeps it.
 
     Args:
         handle: the handle of the module to publish.
-        dtype, adapters, transform: as in `Handle.weights`. A `transform` has to run on the meta device, because vLLM asks for names,
+        dtype, adapters, transform: as in `Handle.weights`. A `transform` has to run on the meta
+        device, because vLLM asks for names,
             dtypes and shapes before it reads values.
-        names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is for a module that is not of
+        names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is
+        for a module that is not of
             transformers 5, and has those names.
         bucket_bytes: as in `Handle.weights`: what is on the device beside the buffers of vLLM.
 
     Raises:
         ImportError: there is no vLLM here, or one without weight sources.
-        PhaseError: on reading metadata, the object is not built; on reading values, the handle is not SYNCING.
+        PhaseError: on reading metadata, the object is not built; on reading values, the handle is
+        not SYNCING.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         try:
             base = importlib.import_module("vllm.distributed.weight_transfer").WeightSource
         except (ImportError, AttributeError) as error:
-            raise ImportError("VllmWeightSource needs vLLM 0.26 or later in the trainer's environment") from error
+            raise ImportError(
+                "VllmWeightSource needs vLLM 0.26 or later in the trainer's environment"
+            ) from error
         if hasattr(base, "iter_full"):
-            members = {"metadata": functools.cached_property(cls._described), "iter_full": cls._pairs}
+            members = {
+                "metadata": functools.cached_property(cls._described),
+                "iter_full": cls._pairs,
+            }
         else:
             members = {"metadata": cls._described, "__iter__": cls._pairs}
-        source: Self = object.__new__(type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, **members}))
+        source: Self = object.__new__(
+            type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, **members})
+        )
         return source
 
     def __init__(
@@ -64,26 +77,38 @@ class VllmWeightSource:
         bucket_bytes: int | str = 64 << 20,
     ) -> None:
         self._handle, self._bucket_bytes = handle, bucket_bytes
-        self._options: dict[str, Any] = {"dtype": dtype, "adapters": adapters, "names": names, "transform": transform}
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            "adapters": adapters,
+            "names": names,
+            "transform": transform,
+        }
 
     def _described(self) -> list[Any]:
         """vLLM's description of each weight, in the order of the values."""
         infos = buckets.weights_info(self._handle, **self._options)
         if not infos:
-            raise PhaseError(f"{self._handle.name!r} publishes no weights: it is not built yet, or it is gone. Load it in a phase first")
+            raise PhaseError(
+                f"{self._handle.name!r} publishes no weights: it is not built yet, or it is gone. "
+                "Load it in a phase first"
+            )
         describe = importlib.import_module("vllm.distributed.weight_transfer").ParamMeta
         return [describe(info.name, info.dtype, info.shape) for info in infos]
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        pairs = itertools.chain.from_iterable(buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes))
+        pairs = itertools.chain.from_iterable(
+            buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes)
+        )
         if not torch.accelerator.is_available():
             return pairs
-        torch.accelerator.synchronize()  # vLLM's streams wait for no load, and for no optimizer step
+        # vLLM's streams wait for no load, and for no optimizer step
+        torch.accelerator.synchronize()
         return _handed_over(pairs)
 
 
 def _handed_over(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pairs that are all made on one stream, each for the stream on which it is asked for: vLLM packs its buffers on streams by turns."""
+    """Pairs that are all made on one stream, each for the stream on which it is asked for: vLLM
+    packs its buffers on streams by turns."""
     making = torch.accelerator.current_stream()
     while True:
         asking = torch.accelerator.current_stream()

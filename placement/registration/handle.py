@@ -1,9 +1,12 @@
-"""The handle of one registered object: its state machine, its storage, its counters, and the methods for users.
+"""The handle of one registered object: its state machine, its storage, its counters, and the
+methods for users.
 
-The state machine is the package `transitions`, driven by the table in `placement.core.states`. A trigger is the commit of a state
-transition: whoever fires it has done the work before, so that an error of the work leaves the source state. Features of the package that
-run code of others are not used: callbacks, conditions (a false one refuses silently), `on_exception` and `finalize_event` (they swallow
-exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock protects the machine.
+The state machine is the package `transitions`, driven by the table in `placement.core.states`. A
+trigger is the commit of a state transition: whoever fires it has done the work before, so that an
+error of the work leaves the source state. Features of the package that run code of others are not
+used: callbacks, conditions (a false one refuses silently), `on_exception` and `finalize_event`
+(they swallow exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock
+protects the machine.
 """
 
 from __future__ import annotations
@@ -38,21 +41,32 @@ if TYPE_CHECKING:
     from placement.registration.streamed_optimizer import StreamedOptimizer
 
 
-logging.getLogger("transitions").setLevel(logging.WARNING)  # the package logs one INFO line for each callback
+# the package logs one INFO line for each callback
+logging.getLogger("transitions").setLevel(logging.WARNING)
 
 _MACHINE = Machine(
     model=None,
     states=State,
-    transitions=[{"trigger": trigger.value, "source": source, "dest": target} for trigger, source, target in TRANSITIONS],
+    transitions=[
+        {"trigger": trigger.value, "source": source, "dest": target}
+        for trigger, source, target in TRANSITIONS
+    ],
     initial=State.CPU_OFFLOADED,
     auto_transitions=False,
     queued=False,
 )
 
 Node = tuple[State, bool]
-"""A state, and whether the bytes are on the device. SYNCING and TRAINING exist both ways, each other state only one way."""
+"""A state, and whether the bytes are on the device. SYNCING and TRAINING exist both ways, each
+other state only one way."""
 
-_FROM_HOST = (Trigger.LOAD, Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.BEGIN_STREAMED_TRAIN, Trigger.END_STREAMED_TRAIN)
+_FROM_HOST = (
+    Trigger.LOAD,
+    Trigger.BEGIN_STREAM,
+    Trigger.END_STREAM,
+    Trigger.BEGIN_STREAMED_TRAIN,
+    Trigger.END_STREAMED_TRAIN,
+)
 """The triggers of a handle whose bytes are not on the device."""
 
 
@@ -75,11 +89,13 @@ PATHS = _all_paths()
 
 
 class Lazy:
-    """A factory that is registered in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
+    """A factory that is registered in place of an object: `register("critic", Lazy(build_critic),
+    role="critic")`.
 
-    The factory is called once, at the first phase transition whose plan wants the handle on the device. On a worker whose policy never
-    wants it there, it is never called. It returns the object to register. It runs with the default device and the torch function modes
-    of the caller that changes the phase.
+    The factory is called once, at the first phase transition whose plan wants the handle on the
+    device. On a worker whose policy never wants it there, it is never called. It returns the object
+    to register. It runs with the default device and the torch function modes of the caller that
+    changes the phase.
     """
 
     def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
@@ -88,39 +104,49 @@ class Lazy:
 
 
 class Handle:
-    """One registered object. `Manager.register` makes and returns it. It is safe to read from any thread."""
+    """One registered object. `Manager.register` makes and returns it. It is safe to read from any
+    thread."""
 
     def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool) -> None:
         self.name = name  # the name under which the object is registered
         self.kind = kind  # the kind of the object: "module", "optimizer" or "engine"
         self.role = role
-        """The purpose of the object, by which a policy knows what a phase needs; None if none was given. An optimizer has its owner's."""
+        """The purpose of the object, by which a policy knows what a phase needs; None if none was
+        given. An optimizer has its owner's."""
         self.readonly = readonly  # whether the values never change
-        self.owners: tuple[Handle, ...] = ()  # for an optimizer: the module handles whose parameters it steps
+        # for an optimizer: the module handles whose parameters it steps
+        self.owners: tuple[Handle, ...] = ()
         self.counters = HandleCounters()
         self.state: State = State.CPU_OFFLOADED
-        """The state, which says what may be done with the object now. Only `fire` changes it, by the machine that all handles share."""
+        """The state, which says what may be done with the object now. Only `fire` changes it, by
+        the machine that all handles share."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()  # says where the bytes are, whoever moves them
         self.guards: list[Any] = []
         self.streamed: StreamedOptimizer | None = None
-        """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
+        """For an optimizer whose state placement moves: its steps that stream the state; None for
+        other handles."""
         self.published: Published | None = None  # the last complete publication of `weight_changes`
-        self.phase_now: Callable[[], str] = str  # returns the name of the open phase. Set by the registry.
+        # returns the name of the open phase. Set by the registry.
+        self.phase_now: Callable[[], str] = str
         self.call_deadline_seconds = 0.0
-        self.broken: str | None = None  # why the handle can go neither forward nor back; None while it is sound
+        # why the handle can go neither forward nor back; None while it is sound
+        self.broken: str | None = None
         self.detached_at_registration = 0
-        """For an optimizer: the number of parameters that were not its owners' own at registration (flat copies, other ranks')."""
+        """For an optimizer: the number of parameters that were not its owners' own at registration
+        (flat copies, other ranks')."""
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """For a module: the unregistered optimizers that have stepped its parameters."""
         self.stray_references = 0
-        self.stray_names = ""  # names of the storages to which others held references at the last offload
+        # names of the storages to which others held references at the last offload
+        self.stray_names = ""
         self.drift_bytes = 0
         self.last_view: tuple[dict[str, Any], HandleView] | None = None
         """The view of this handle that a policy was shown last, with its fields."""
         self.built_object: Any = None
-        """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
+        """An object that the handle must keep alive, because nobody else may hold it: one that a
+        `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None
         self._gathers: str | None = None  # the adapter's `gathers` when the object was attached
 
@@ -128,50 +154,59 @@ class Handle:
 
     @property
     def object(self) -> Any:
-        """The registered object; None while a `Lazy` is not built, and after the object has been garbage-collected."""
+        """The registered object; None while a `Lazy` is not built, and after the object has been
+        garbage-collected."""
         return None if self._object is None else self._object()
 
     @property
     def holding(self) -> ManagedStorage | None:
-        """The storage, if placement moves its bytes; None if an engine or a framework does, or there is no object."""
+        """The storage, if placement moves its bytes; None if an engine or a framework does, or
+        there is no object."""
         return self.storage if isinstance(self.storage, ManagedStorage) else None
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that the object holds now. For an external handle: bytes of its tensors there at the last phase transition."""
+        """Device bytes that the object holds now. For an external handle: bytes of its tensors
+        there at the last phase transition."""
         return self.storage.resident_bytes
 
     @property
     def prefetched_bytes(self) -> int:
-        """Device bytes of an offloaded handle that were prefetched (`Plan.prefetch`), or that its offload has left to be saved."""
+        """Device bytes of an offloaded handle that were prefetched (`Plan.prefetch`), or that its
+        offload has left to be saved."""
         return self.storage.prefetched_bytes
 
     @property
     def num_bytes(self) -> int:
         """Device bytes that the object needs while it is on the device.
 
-        For an optimizer this includes state that its steps have still to create, as far as its size can be told.
+        For an optimizer this includes state that its steps have still to create, as far as its size
+        can be told.
         """
         return self.storage.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy that are in host memory now, and of host memory reserved for state that is not created yet."""
+        """Bytes of the host copy that are in host memory now, and of host memory reserved for state
+        that is not created yet."""
         return self.storage.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that the host copy has on disk now. A file is kept while its bytes are in host memory, too."""
+        """Bytes of the files that the host copy has on disk now. A file is kept while its bytes are
+        in host memory, too."""
         return self.storage.disk_bytes
 
     @property
     def foreign_bytes(self) -> int:
-        """Device bytes that a framework keeps for the object, offloaded or not (a reducer's buckets). `audit()` names them."""
+        """Device bytes that a framework keeps for the object, offloaded or not (a reducer's
+        buckets). `audit()` names them."""
         return sum(nbytes for _, nbytes in self.storage.kept_by_framework)
 
     @property
     def external(self) -> bool:
-        """Whether the framework itself places the bytes. Then placement tracks and guards the object, but never moves it."""
+        """Whether the framework itself places the bytes. Then placement tracks and guards the
+        object, but never moves it."""
         return self.adapter is not None and self.adapter.external is not None
 
     @property
@@ -180,8 +215,10 @@ class Handle:
 
     @property
     def gathers(self) -> str | None:
-        """Why the state dict, or that of an owner, can be made on the device alone; None where it can be made in every state."""
-        reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
+        """Why the state dict, or that of an owner, can be made on the device alone; None where it
+        can be made in every state."""
+        # asked for every view of every phase transition, so it is looked up once
+        reason = self._gathers
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
         return None if reason is None or self.external else reason
@@ -192,12 +229,14 @@ class Handle:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the handle is used from its host copy, with nothing on the device: published (SYNCING) or stepped (TRAINING)."""
+        """Whether the handle is used from its host copy, with nothing on the device: published
+        (SYNCING) or stepped (TRAINING)."""
         return self.state in (State.SYNCING, State.TRAINING) and not self.storage.on_device
 
     @property
     def window_bytes(self) -> int:
-        """The most device bytes that a streamed step holds of an optimizer's state at a time; 0 where no plan may stream it."""
+        """The most device bytes that a streamed step holds of an optimizer's state at a time; 0
+        where no plan may stream it."""
         if (streamed := self.streamed) is None or streamed.refusal is not None:
             return 0
         whole = streamed.storage.device_bytes + streamed.storage.unborn_bytes
@@ -205,7 +244,8 @@ class Handle:
 
     @property
     def node(self) -> Node:
-        """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
+        """The state, and whether the bytes are on the device: a node in the paths of the state
+        machine."""
         state = self.state
         if state is State.SYNCING or state is State.TRAINING:
             return state, self.storage.on_device
@@ -213,38 +253,57 @@ class Handle:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
+        """Whether the bytes are on the device, as the state says. An external handle's state says
+        what may be done, not where they are."""
         return self.node[1]
 
     def state_dict(self) -> Any:
         """The object's state dict with its present values, in every state.
 
-        While the object is offloaded, the tensors lie in the host copy. They follow the handle when it moves.
+        While the object is offloaded, the tensors lie in the host copy. They follow the handle when
+        it moves.
 
         Raises:
-            NotResidentError: there is no state: a `Lazy` is not built yet, or the object was garbage-collected.
+            NotResidentError: there is no state: a `Lazy` is not built yet, or the object was
+            garbage-collected.
         """
         if (target := self.object) is None:
-            why = "is gone: it was garbage-collected" if self.is_gone else "is not built yet: no phase has wanted it on the device"
+            why = (
+                ("is gone: it was garbage-collected")
+                if self.is_gone
+                else ("is not built yet: no phase has wanted it on the device")
+            )
             raise NotResidentError(f"the object of {self.name!r} {why}")
         with without_modes():
-            is_unborn = isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
+            is_unborn = (
+                isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
+            )
             with no_initial_step() if is_unborn else nullcontext():
                 return target.state_dict()
 
     def weights_info(
-        self, *, dtype: Cast = None, adapters: Adapters = "merged", names: Names = "module", transform: Transform | None = None
+        self,
+        *,
+        dtype: Cast = None,
+        adapters: Adapters = "merged",
+        names: Names = "module",
+        transform: Transform | None = None,
     ) -> list[WeightInfo]:
-        """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
+        """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in
+        the same order.
 
-        It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
+        It works in every state. It moves nothing, reads no value and calls no collective. The list
+        is empty while the object is not built.
 
         Raises:
-            ValueError: an argument does not fit (see `weights`), or `transform` needs values: here it gets tensors on the meta device.
+            ValueError: an argument does not fit (see `weights`), or `transform` needs values: here
+            it gets tensors on the meta device.
         """
         from placement.publish import buckets
 
-        return buckets.weights_info(self, dtype=dtype, adapters=adapters, names=names, transform=transform)
+        return buckets.weights_info(
+            self, dtype=dtype, adapters=adapters, names=names, transform=transform
+        )
 
     def weights(
         self,
@@ -255,42 +314,64 @@ class Handle:
         names: Names = "module",
         transform: Transform | None = None,
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
+        """Publish the weights, unsharded and under their clean names: lists of (name, tensor),
+        valid until the next iteration.
 
-        The tensors are in torch's own memory. Weights that are sharded over ranks are gathered one at a time. So every rank that has a
-        shard must iterate, with the same arguments except `bucket_bytes`, whatever it does with the tensors. A generator that is closed
-        early (a `break`, an exception) takes part in the rest of the gathering, so that other ranks go on. One that is never started, or
-        is kept beyond its phase, does not.
+        The tensors are in torch's own memory. Weights that are sharded over ranks are gathered one
+        at a time. So every rank that has a shard must iterate, with the same arguments except
+        `bucket_bytes`, whatever it does with the tensors. A generator that is closed early (a
+        `break`, an exception) takes part in the rest of the gathering, so that other ranks go on.
+        One that is never started, or is kept beyond its phase, does not.
 
-        The device memory needed is one bucket plus the memory for making one weight. That is at most another tensor of the weight's size,
-        and this rank's part of it if it is cut unevenly or along another dimension than the first. Merging adapters takes the tensors
-        with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With `transform`, what it needs and
-        makes of one weight comes on top. Published from the host copy, the next bucket is there, too.
+        The device memory needed is one bucket plus the memory for making one weight. That is at
+        most another tensor of the weight's size, and this rank's part of it if it is cut unevenly
+        or along another dimension than the first. Merging adapters takes the tensors with which
+        PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With
+        `transform`, what it needs and makes of one weight comes on top. Published from the host
+        copy, the next bucket is there, too.
 
         Args:
-            bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A larger tensor comes alone.
-            dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16"); None: they keep theirs. Not cast are
-                buffers, what is stored quantised (float8, packed) with the scales beside it, and what transformers keeps in float32
-                (`_keep_in_fp32_modules`). To decide by weight: a mapping from published names to dtypes, in which a name that is left
-                out keeps its dtype; or a function of (name, `WeightInfo`), called for each floating-point weight, None to keep.
-            adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
-                is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
-            names: "module": as the module names its parameters. "checkpoint": for a model of transformers 5, names and form as
-                `save_pretrained` writes them, which loaders of rollout engines expect: one tensor an expert, where the module has
-                the experts of a layer in one parameter. Such a parameter takes up to two more of its size while its parts are made.
-            transform: a function of a published name and its full value, called for one weight after the other on every rank, after
-                `dtype`, `adapters` and `names`. What it returns is published in the weight's place: a tensor, or a list of
-                (name, tensor) such as a quantised value and its scales; an empty list leaves the weight out.
+            bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A
+            larger tensor comes alone. dtype: the dtype to which floating-point parameters are cast,
+            or its name ("bfloat16"); None: they keep theirs. Not cast are
+                buffers, what is stored quantised (float8, packed) with the scales beside it, and
+                what transformers keeps in float32 (`_keep_in_fp32_modules`). To decide by weight: a
+                mapping from published names to dtypes, in which a name that is left out keeps its
+                dtype; or a function of (name, `WeightInfo`), called for each floating-point weight,
+                None to keep.
+            adapters: for a PEFT model. "merged": the base weights with the active adapters merged
+            by PEFT, which leaves the model as it
+                is. "separate": the active adapter alone, under PEFT's names. "base": the base
+                weights alone, under their own names.
+            names: "module": as the module names its parameters. "checkpoint": for a model of
+            transformers 5, names and form as
+                `save_pretrained` writes them, which loaders of rollout engines expect: one tensor
+                an expert, where the module has the experts of a layer in one parameter. Such a
+                parameter takes up to two more of its size while its parts are made.
+            transform: a function of a published name and its full value, called for one weight
+            after the other on every rank, after
+                `dtype`, `adapters` and `names`. What it returns is published in the weight's place:
+                a tensor, or a list of (name, tensor) such as a quantised value and its scales; an
+                empty list leaves the weight out.
 
         Raises:
-            PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
-            RegistrationError: a weight cannot be published; the message says which one, and what to do.
-            ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no
-                dtype, has a name that is not published, or would cast what is stored quantised; `transform` returned something else.
+            PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops
+            being so half-way. RegistrationError: a weight cannot be published; the message says
+            which one, and what to do. ValueError, TypeError: `adapters` or `names` does not fit the
+            module, `bucket_bytes` is no number of bytes, or `dtype` is no
+                dtype, has a name that is not published, or would cast what is stored quantised;
+                `transform` returned something else.
         """
         from placement.publish import buckets
 
-        return buckets.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names, transform=transform)
+        return buckets.weights(
+            self,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            adapters=adapters,
+            names=names,
+            transform=transform,
+        )
 
     def weight_changes(
         self,
@@ -301,23 +382,29 @@ class Handle:
         adapters: Adapters = "merged",
         names: Names = "module",
     ) -> Iterator[Changes]:
-        """Publish what has changed since a version that the receivers have: lists of `WeightChange`, valid until the next iteration.
+        """Publish what has changed since a version that the receivers have: lists of
+        `WeightChange`, valid until the next iteration.
 
-        Each rank publishes its own part of a sharded weight, as positions and values, with the part's offset; nothing is gathered.
-        Compared are the bits of the published dtype. A list has the `version` that receivers have afterwards, to be given as `since` the
-        next time, and the `base` that they must have before, None if they need none because everything is whole.
+        Each rank publishes its own part of a sharded weight, as positions and values, with the
+        part's offset; nothing is gathered. Compared are the bits of the published dtype. A list has
+        the `version` that receivers have afterwards, to be given as `since` the next time, and the
+        `base` that they must have before, None if they need none because everything is whole.
 
-        An offload after a complete publication compares what it copies with the host copy, and records which positions have changed. That
-        takes memory for four slices of 64 MiB on the device, and 4 bytes of host memory a position, until the next publication.
+        An offload after a complete publication compares what it copies with the host copy, and
+        records which positions have changed. That takes memory for four slices of 64 MiB on the
+        device, and 4 bytes of host memory a position, until the next publication.
 
-        A weight is whole where neither the host copy nor the record proves what has changed: the first time, after an early end, after a
-        write into the host copy (a state dict, `checkpoint.load`) or an offload that failed, where more than one element in eight has
-        changed between two publications, and where `dtype`, the names or the places are others than then. So it is where more would be
-        sent otherwise, and where it is computed (merged adapters, converted names, quantised). If the model is still on the device when
-        training begins again, it is first copied to the host copy, as an offload would do it.
+        A weight is whole where neither the host copy nor the record proves what has changed: the
+        first time, after an early end, after a write into the host copy (a state dict,
+        `checkpoint.load`) or an offload that failed, where more than one element in eight has
+        changed between two publications, and where `dtype`, the names or the places are others than
+        then. So it is where more would be sent otherwise, and where it is computed (merged
+        adapters, converted names, quantised). If the model is still on the device when training
+        begins again, it is first copied to the host copy, as an offload would do it.
 
         Args:
-            since: the `version` that the receivers have; None if they have none. Any other version than that of the last complete
+            since: the `version` that the receivers have; None if they have none. Any other version
+            than that of the last complete
                 publication makes everything whole.
             bucket_bytes, dtype, adapters, names: see `weights`.
 
@@ -326,15 +413,26 @@ class Handle:
         """
         from placement.publish import buckets
 
-        return buckets.weight_changes(self, since=since, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters, names=names)
+        return buckets.weight_changes(
+            self,
+            since=since,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            adapters=adapters,
+            names=names,
+        )
 
     def __repr__(self) -> str:
-        return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"
+        return (
+            f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the "
+            "device>"
+        )
 
     # --- what the manager calls
 
     def attach(self, target: Any, adapter: Adapter, when_gone: Callable[[Handle], None]) -> None:
-        """Bind the object. The reference is weak: a handle keeps only an object alive that nobody else holds (see `built_object`)."""
+        """Bind the object. The reference is weak: a handle keeps only an object alive that nobody
+        else holds (see `built_object`)."""
         me = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -346,18 +444,21 @@ class Handle:
         self._gathers = adapter.gathers
 
     def detach(self) -> None:
-        """Undo `attach` after the building of a `Lazy` has failed. The handle has no object again, and none that could be collected."""
+        """Undo `attach` after the building of a `Lazy` has failed. The handle has no object again,
+        and none that could be collected."""
         self._object = self._gathers = None
         self.built_object = self.adapter = None
         self.storage = NotBuilt()
 
     @property
     def modules_adapter(self) -> ModuleAdapter | None:
-        """The adapter of a module or of an engine's modules; None for another object, or for none."""
+        """The adapter of a module or of an engine's modules; None for another object, or for
+        none."""
         return self.adapter if isinstance(self.adapter, ModuleAdapter) else None
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The module itself, or an engine's modules. Empty for an optimizer, and if the object is not built or gone."""
+        """The module itself, or an engine's modules. Empty for an optimizer, and if the object is
+        not built or gone."""
         target = self.object
         if isinstance(target, Engine):
             return target.modules()
@@ -368,48 +469,64 @@ class Handle:
         return self._object is not None and self._object() is None
 
     def detached_parameters(self) -> int:
-        """For an optimizer: the number of parameters that it steps but none of its owners has. 0 for others."""
+        """For an optimizer: the number of parameters that it steps but none of its owners has. 0
+        for others."""
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
-        modules = [adapter for owner in self.owners if (adapter := owner.modules_adapter) is not None]
+        modules = [
+            adapter for owner in self.owners if (adapter := owner.modules_adapter) is not None
+        ]
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         # Without modules the owners' are gone, and the optimizer is still used.
         return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)
 
     def require(self, trigger: Trigger) -> None:
-        """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the handle is broken."""
+        """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the
+        handle is broken."""
         if self.state not in _MACHINE.events[trigger].transitions:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
 
     def fire(self, trigger: Trigger) -> None:
-        """Commit one state transition, whose work is done. PhaseError: the table has none such. The package's own `trigger` would do the
-        same in 80 calls, for callbacks that nobody registers."""
+        """Commit one state transition, whose work is done. PhaseError: the table has none such. The
+        package's own `trigger` would do the same in 80 calls, for callbacks that nobody
+        registers."""
         if (found := _MACHINE.events[trigger].transitions.get(self.state)) is None:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
         _MACHINE.set_state(found[0].dest or self.state, self)
 
     def look_for_strays(self) -> None:
-        """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
-        if (holding := self.holding) is not None and self.stray_references and not holding.on_device:
+        """Update the stray references of the last offload: see which of them still exist. On the
+        device nothing is updated."""
+        if (
+            (holding := self.holding) is not None
+            and self.stray_references
+            and not holding.on_device
+        ):
             found = lasting_stray_references(holding.stray_references)
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
     def stray_error(self) -> IntegrityError | None:
-        """The error about stray references at the last offload that still exist; None if there are none."""
+        """The error about stray references at the last offload that still exist; None if there are
+        none."""
         self.look_for_strays()
         if not self.stray_references:
             return None
         return IntegrityError(
-            f"{self.stray_references} references to storages of {self.name!r} were alive at its offload ({self.stray_names}). "
-            "They read poison now. Drop such references before the phase ends, or use handle.state_dict() instead."
+            f"{self.stray_references} references to storages of {self.name!r} were alive at its "
+            f"offload ({self.stray_names}). They read poison now. Drop such references before the "
+            "phase ends, or use handle.state_dict() instead."
         )
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError with the numbers if the declared and the measured figures of this handle disagree."""
+        """Raise IntegrityError with the numbers if the declared and the measured figures of this
+        handle disagree."""
         if self.broken is not None:
             return
         self.storage.check(self.name, self.state)
         if self.counters.state is not self.state:
-            raise IntegrityError(f"{self.name!r} is {self.state}, but the journal's last record says {self.counters.state}")
+            raise IntegrityError(
+                f"{self.name!r} is {self.state}, but the journal's last record says "
+                f"{self.counters.state}"
+            )

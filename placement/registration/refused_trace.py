@@ -15,14 +15,16 @@ from placement.core.errors import NotResidentError
 
 
 class RefusedTrace(NotResidentError, ShortenTraceback):
-    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It keeps nothing of the trace."""
+    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It
+    keeps nothing of the trace."""
 
     def __init__(self, message: str) -> None:
         ShortenTraceback.__init__(self, message, first_useful_frame=None)
         self._message = message
 
     def remove_dynamo_frames(self) -> Any:
-        """The error for the caller: to this one dynamo has attached its tracer, and to its message the position in the trace."""
+        """The error for the caller: to this one dynamo has attached its tracer, and to its message
+        the position in the trace."""
         return NotResidentError(self._message)
 
     def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:
@@ -31,7 +33,8 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
 
 @_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_while_compiling(key: str) -> None:
-    """Run a check. Dynamo calls this function instead of tracing it, and takes `key` for a constant because it is a string."""
+    """Run a check. Dynamo calls this function instead of tracing it, and takes `key` for a constant
+    because it is a string."""
     try:
         CHECKS[key](None, ())
     except NotResidentError as error:

@@ -45,8 +45,9 @@ _MANY = 20_000  # new objects, for which the garbage collector would take millis
 
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
-    """The garbage collector waits: for 10,000 parameters it would take longer than the registration, all of whose objects stay. Therefore
-    so many go straight to its oldest generation; not where somebody has frozen objects, which stay so and take long to count."""
+    """The garbage collector waits: for 10,000 parameters it would take longer than the
+    registration, all of whose objects stay. Therefore so many go straight to its oldest generation;
+    not where somebody has frozen objects, which stay so and take long to count."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -66,13 +67,16 @@ class Registry:
         self,
         device: Device,
         phase_now: Callable[[], str],
-        when_gone: Callable[[Handle], None],  # also told of a handle that an error has kept from being handed back
+        # also told of a handle that an error has kept from being handed back
+        when_gone: Callable[[Handle], None],
         streaming: Streaming,
         settings: Settings,
     ) -> None:
-        self.handles: dict[str, Handle] = {}  # the one table, which all of phases and planning hold; only `add` and `remove` change it
+        # the one table, which all of phases and planning hold; only `add` and `remove` change it
+        self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
-        """Handles by the `id` of their key objects. A dead object's entry goes at the beginning of each transition, before any look-up."""
+        """Handles by the `id` of their key objects. A dead object's entry goes at the beginning of
+        each transition, before any look-up."""
         self._device = device
         self._phase_now = phase_now
         self._when_gone = when_gone
@@ -94,19 +98,33 @@ class Registry:
         ranks: Ranks | None = None,
         masters: Any = None,
     ) -> Handle:
-        """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values. `ranks`: those that share the host copy."""
+        """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values.
+        `ranks`: those that share the host copy."""
         self._check_name_and_role(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
         handle = Handle(name, kind=kind, role=role, readonly=readonly)
-        handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
+        handle.phase_now, handle.call_deadline_seconds = (
+            self._phase_now,
+            self._settings.call_deadline_seconds,
+        )
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
-            make: _Make = ManagedStorage if ranks is None else partial(ReplicatedStorage, ranks=ranks)
+            make: _Make = (
+                ManagedStorage if ranks is None else partial(ReplicatedStorage, ranks=ranks)
+            )
             if masters is not None:
-                if readonly or external or ranks is not None or not isinstance(target, torch.nn.Module):
-                    raise RegistrationError(f"{name!r}: masters= is for a module that is trained, and not readonly, external or replicated")
+                if (
+                    readonly
+                    or external
+                    or ranks is not None
+                    or not isinstance(target, torch.nn.Module)
+                ):
+                    raise RegistrationError(
+                        f"{name!r}: masters= is for a module that is trained, and not readonly, "
+                        "external or replicated"
+                    )
                 make = partial(CastStorage, masters=masters)
             if isinstance(target, Lazy):
                 handle.lazy = target
@@ -120,7 +138,8 @@ class Registry:
         return handle
 
     def build(self, handle: Handle) -> None:
-        """Call a `Lazy`'s factory and adopt what it returns. RegistrationError: that cannot be; the handle stays unbuilt."""
+        """Call a `Lazy`'s factory and adopt what it returns. RegistrationError: that cannot be; the
+        handle stays unbuilt."""
         assert handle.lazy is not None
         try:
             with callers_function_modes():
@@ -135,12 +154,14 @@ class Registry:
         except BaseException:
             self._unbind(handle)
             handle.detach()
-            handle.kind, handle.role, handle.owners = before  # the object that could not be bound told others
+            # the object that could not be bound told others
+            handle.kind, handle.role, handle.owners = before
             raise
         handle.lazy = None
 
     def remove(self, handle: Handle) -> None:
-        """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on the host. Idempotent."""
+        """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on
+        the host. Idempotent."""
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:
             del self.handles[handle.name]
@@ -153,7 +174,8 @@ class Registry:
         except BaseException:
             self._when_gone(handle)
             raise
-        for hook in handle.guards:  # only now, because `unadopt` may fail, and then the handle stays and needs its guards
+        # only now, because `unadopt` may fail, and then the handle stays and needs its guards
+        for hook in handle.guards:
             hook.remove()
         handle.guards, handle.streamed = [], None
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
@@ -162,28 +184,52 @@ class Registry:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RegistrationError(f"handle name {name!r} must match {NAME.pattern}")
         if name in self.handles:
-            raise RegistrationError(f"{name!r} is registered already; unregister it first or choose another name")
+            raise RegistrationError(
+                f"{name!r} is registered already; unregister it first or choose another name"
+            )
         if role is not None and role not in ROLES:
             raise RegistrationError(f"{name!r}: role {role!r} is none of {', '.join(ROLES)}")
 
     def _owner(self, name: str, owner: Handle | str) -> Handle:
         found = self.handles.get(owner if isinstance(owner, str) else owner.name)
         if found is None or found.kind == "optimizer":
-            raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager; register the module first")
+            raise RegistrationError(
+                f"{name!r}: owner {owner!r} is not a registered module of this manager; register "
+                "the module first"
+            )
         return found
 
-    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None, make: _Make = ManagedStorage) -> None:
+    def _bind(
+        self,
+        handle: Handle,
+        target: Any,
+        external: bool,
+        ranks: Ranks | None = None,
+        make: _Make = ManagedStorage,
+    ) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None and (adapter.kind == "engine" or adapter.external is not None):
-            why = "an engine is" if adapter.external is None else f"{adapter.external} places its bytes, and they are"
-            raise RegistrationError(f"{handle.name!r}: {why} nothing that placement can replicate; register it without replicated=True")
+            why = (
+                "an engine is"
+                if adapter.external is None
+                else (f"{adapter.external} places its bytes, and they are")
+            )
+            raise RegistrationError(
+                f"{handle.name!r}: {why} nothing that placement can replicate; register it without "
+                "replicated=True"
+            )
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
             if key in self._by_key:
-                raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
+                raise RegistrationError(
+                    f"{handle.name!r}: the object is registered already, as "
+                    f"{self._by_key[key].name!r}"
+                )
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
-            adapter.follow([each for owner in handle.owners if (each := owner.modules_adapter) is not None])
+            adapter.follow(
+                [each for owner in handle.owners if (each := owner.modules_adapter) is not None]
+            )
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
@@ -197,9 +243,13 @@ class Registry:
                 for owner in handle.owners:
                     if isinstance(owner.storage, CastStorage):
                         owner.storage.rest_on(holding)
-                handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
+                handle.streamed = StreamedOptimizer(
+                    handle, holding, adapter, self._streaming, is_predictable=is_predictable
+                )
                 if ranks is not None:
-                    handle.streamed.refusal = "the ranks write its host copy together; use optimizer_in='train' for it"
+                    handle.streamed.refusal = (
+                        "the ranks write its host copy together; use optimizer_in='train' for it"
+                    )
             if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
                 logger.warning("%s", reason)
@@ -211,9 +261,13 @@ class Registry:
         self._by_key.update(dict.fromkeys(keys, handle))
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
-        """Give the handle the storage of an engine that places its own memory. The handle keeps the engine alive."""
+        """Give the handle the storage of an engine that places its own memory. The handle keeps the
+        engine alive."""
         if handle.readonly and not engine.residency.keeps_weights:
-            raise RegistrationError(f"{handle.name!r}: an offload discards its weights, so it cannot be readonly; leave readonly=True out")
+            raise RegistrationError(
+                f"{handle.name!r}: an offload discards its weights, so it cannot be readonly; "
+                "leave readonly=True out"
+            )
         engine.residency.attach(lambda: self._device.memory().free_bytes)
         try:
             self.admit(handle, lambda: engine.residency.mirror_bytes)
@@ -225,18 +279,34 @@ class Registry:
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
         if isinstance(target, TaggedEngine):
             if external:
-                raise RegistrationError(f"{handle.name!r}: the engine places its own memory itself; register it without external=True")
+                raise RegistrationError(
+                    f"{handle.name!r}: the engine places its own memory itself; register it "
+                    "without external=True"
+                )
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            handle.built_object = target  # nobody else holds it if it was made in the call of register()
-            return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+            # nobody else holds it if it was made in the call of register()
+            handle.built_object = target
+            return EngineAdapter(
+                target,
+                name=handle.name,
+                compute_device=self._device.torch_device,
+                external=external,
+            )
         cls = ModuleAdapter if isinstance(target, torch.nn.Module) else OptimizerAdapter
-        return cls(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+        return cls(
+            target, name=handle.name, compute_device=self._device.torch_device, external=external
+        )
 
     def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
-        """Reserve host memory for state to be created, which an offload must not lack. Returns whether the size of all is known."""
+        """Reserve host memory for state to be created, which an offload must not lack. Returns
+        whether the size of all is known."""
         sizes = adapter.expected_sizes()
-        parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
+        parts = (
+            1
+            if adapter.kind != "optimizer"
+            else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
+        )
         try:
             self.admit(handle, lambda: holding.scanner.state_host_bytes(sizes or (), parts))
             holding.reserve(sizes or (), parts)
@@ -246,33 +316,59 @@ class Registry:
         return sizes is not None
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
-        """Set the owners: the modules whose parameters the optimizer steps. A handle without a role gets the first owner's."""
+        """Set the owners: the modules whose parameters the optimizer steps. A handle without a role
+        gets the first owner's."""
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
-        modules = [(module, other) for other in reversed(self.handles.values()) if (module := other.modules_adapter) is not None]
-        known = {id(parameter): other for module, other in modules for parameter in module.parameters()}
-        # A parameter may be another tensor over the module's bytes, or one that the module had before.
-        by_address = {id(other.holding): other for other in self.handles.values() if other.holding is not None}
+        modules = [
+            (module, other)
+            for other in reversed(self.handles.values())
+            if (module := other.modules_adapter) is not None
+        ]
+        known = {
+            id(parameter): other for module, other in modules for parameter in module.parameters()
+        }
+        # A parameter may be another tensor over the module's bytes, or one that the module had
+        # before.
+        by_address = {
+            id(other.holding): other for other in self.handles.values() if other.holding is not None
+        }
         copies: list[torch.Tensor] = []
         for index, parameter in enumerate(parameters := adapter.parameters()):
-            owner, advice = known.get(id(parameter)) or by_address.get(id(_holding_of(parameter))), None
+            owner, advice = (
+                known.get(id(parameter)) or by_address.get(id(_holding_of(parameter))),
+                None,
+            )
             if owner is not None:
                 owners[owner.name] = owner
             elif any(id(parameter) in module.own_tensors() for module, _ in modules):
-                advice = "A sharded module shows it between a forward and reshard() only: make the optimizer of the sharded parameters."
+                advice = (
+                    "A sharded module shows it between a forward and reshard() only: make the "
+                    "optimizer of the sharded parameters."
+                )
             elif handle.owners:
                 copies.append(parameter)
             elif not adapter.is_stand_in(parameter):
                 advice = (
-                    "Register the modules first, then the optimizers that step them. An optimizer of copies of its own (float32 copies of "
-                    "the weights) is registered with owner= of the module that they are copies of, and they move with it."
+                    "Register the modules first, then the optimizers that step them. An optimizer "
+                    "of copies of its own (float32 copies of the weights) is registered with "
+                    "owner= of the module that they are copies of, and they move with it."
                 )
             if advice is not None:
                 shape = tuple(parameter.shape)
-                raise RegistrationError(f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered module. {advice}")
-        if copies and (module := handle.owners[0].modules_adapter) is not None and (copied := module.parameters()):
+                raise RegistrationError(
+                    f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered "
+                    f"module. {advice}"
+                )
+        if (
+            copies
+            and (module := handle.owners[0].modules_adapter) is not None
+            and (copied := module.parameters())
+        ):
             adapter.take_copies(copies, copied[0])
         handle.owners = tuple(owners.values())
-        handle.detached_at_registration = len(parameters) - sum(map(known.__contains__, map(id, parameters)))
+        handle.detached_at_registration = len(parameters) - sum(
+            map(known.__contains__, map(id, parameters))
+        )
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 
@@ -284,30 +380,40 @@ def _holding_of(parameter: torch.Tensor) -> object:
 
 
 def _captured_collectives() -> str | None:
-    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers buffers by their physical memory. What
-    a graph has captured cannot be seen, so the warning comes whenever NCCL is in use."""
+    """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers
+    buffers by their physical memory. What a graph has captured cannot be seen, so the warning comes
+    whenever NCCL is in use."""
     distributed = torch.distributed
-    is_in_use = distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend_config()).lower()
+    is_in_use = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and "nccl" in str(distributed.get_backend_config()).lower()
+    )
     if not is_in_use or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None
     return (
-        "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective over registered memory may hang when "
-        "it is replayed after that memory was offloaded and loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
+        "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective "
+        "over registered memory may hang when it is replayed after that memory was offloaded and "
+        "loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
     )
 
 
 # --- unregistered optimizers that step a registered module's parameters
 #
-# A second `train()` may make a new optimizer and not register it. Then its state stays on the device in every phase, and no guard keeps it
-# from stepping in phases in which its writes are lost. While any module is registered, one global torch hook sees the steps of all
-# optimizers. It cannot see an optimizer that is not a `torch.optim.Optimizer`.
+# A second `train()` may make a new optimizer and not register it. Then its state stays on the
+# device in every phase, and no guard keeps it from stepping in phases in which its writes are lost.
+# While any module is registered, one global torch hook sees the steps of all optimizers. It cannot
+# see an optimizer that is not a `torch.optim.Optimizer`.
 
-_ADVICE = "manager.register() it after its module, once, and call step() inside manager.phase('train')"
+_ADVICE = (
+    "manager.register() it after its module, once, and call step() inside manager.phase('train')"
+)
 _WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class StepWatch:
-    """Keeps the global step hook installed while a handle, a module's or an optimizer's, is registered."""
+    """Keeps the global step hook installed while a handle, a module's or an optimizer's, is
+    registered."""
 
     _hook: torch.utils.hooks.RemovableHandle | None = None  # the one hook for all handles
 
@@ -326,7 +432,8 @@ class StepWatch:
 
 
 def unregistered(handle: Handle) -> list[str]:
-    """Class names of the unregistered optimizers that have stepped a module's parameters and still exist unregistered."""
+    """Class names of the unregistered optimizers that have stepped a module's parameters and still
+    exist unregistered."""
     return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
 
 
@@ -339,15 +446,23 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         kind = type(optimizer).__name__
         try:
             if guards.is_off(handle):
-                guards.refuse(handle, f"stepped, least of all by an optimizer that is not registered ({kind})", _ADVICE)
+                guards.refuse(
+                    handle,
+                    f"stepped, least of all by an optimizer that is not registered ({kind})",
+                    _ADVICE,
+                )
             if handle.state is not State.TRAINING:
                 raise PhaseError(
-                    f"step() of an optimizer that is not registered ({kind}) in phase {handle.phase_now()!r} would change {handle.name!r}, "
-                    f"which is {handle.state}: values may change in TRAINING only; {_ADVICE}"
+                    f"step() of an optimizer that is not registered ({kind}) in phase "
+                    f"{handle.phase_now()!r} would change {handle.name!r}, which is "
+                    f"{handle.state}: values may change in TRAINING only; {_ADVICE}"
                 )
         except PlacementError as error:
             if undo_initial_step():
-                error.add_note("Torch made this step to create state for a state dict: register it and use its handle's state_dict().")
+                error.add_note(
+                    "Torch made this step to create state for a state dict: register it and use "
+                    "its handle's state_dict()."
+                )
             raise
         _note(handle, optimizer)
 
@@ -357,14 +472,16 @@ def _note(handle: Handle, optimizer: Any) -> None:
         return
     if (outer := _stepped_by()) is not None:
         raise RegistrationError(
-            f"{outer.name!r} steps an optimizer ({type(optimizer).__name__}) that cannot be found in it, so its state would stay on the "
-            "device and be in no checkpoint. Nothing was stepped. Keep the optimizers in attributes of the registered one, or in lists, "
-            "tuples or dicts there, or register each of them in its place"
+            f"{outer.name!r} steps an optimizer ({type(optimizer).__name__}) that cannot be found "
+            "in it, so its state would stay on the device and be in no checkpoint. Nothing was "
+            "stepped. Keep the optimizers in attributes of the registered one, or in lists, tuples "
+            "or dicts there, or register each of them in its place"
         )
     handle.unregistered_optimizers.add(optimizer)
     logger.warning(
-        "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the device in every phase, and checkpoints "
-        "do not have it; manager.register() it after its module",
+        "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the "
+        "device in every phase, and checkpoints do not have it; manager.register() it after its "
+        "module",
         type(optimizer).__name__,
         handle.name,
     )
@@ -374,29 +491,55 @@ def _stepped_by() -> Handle | None:
     """The registered optimizer whose method makes the present step."""
     known = {id(each.object): each for each in list(_WATCHED) if each.kind == "optimizer"}
     for frame, _ in traceback.walk_stack(None):
-        code = frame.f_code  # the locals of other frames are left alone: to look at them keeps them alive until the frame returns
-        if code.co_name == "step" and code.co_argcount and (found := known.get(id(frame.f_locals.get(code.co_varnames[0])))) is not None:
+        # the locals of other frames are left alone: to look at them keeps them alive until the
+        # frame returns
+        code = frame.f_code
+        if (
+            code.co_name == "step"
+            and code.co_argcount
+            and (found := known.get(id(frame.f_locals.get(code.co_varnames[0])))) is not None
+        ):
             return found
     return None
 
 
 def _stepped(optimizer: Any) -> Iterator[Handle]:
-    """The registered modules whose parameters an optimizer steps. As this runs at every step, it looks at each group's first one only."""
+    """The registered modules whose parameters an optimizer steps. As this runs at every step, it
+    looks at each group's first one only."""
     for group in optimizer.param_groups:
         for parameter in itertools.islice(group["params"], 1):
             if (holding := _holding_of(parameter)) is not None:
-                yield from (each for each in list(_WATCHED) if each.holding is holding and each.kind == "module")
+                yield from (
+                    each
+                    for each in list(_WATCHED)
+                    if each.holding is holding and each.kind == "module"
+                )
 
 
 def _is_guarded(optimizer: Any) -> bool:
-    return any(isinstance(hook, guards.StepGuard) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return any(
+        isinstance(hook, guards.StepGuard) for hook in optimizer._optimizer_step_pre_hooks.values()
+    )
 
 
 def _is_known(optimizer: Any) -> bool:
-    """Whether an optimizer is registered, or is a part that a registered one makes when it needs it (HybridDeviceOptimizer)."""
+    """Whether an optimizer is registered, or is a part that a registered one makes when it needs it
+    (HybridDeviceOptimizer)."""
     if _is_guarded(optimizer):
         return True
     roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
-    held = (value for root in roots for each in optimizers_in(root)[0] for value in getattr(each, "__dict__", {}).values())
-    parts = (each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,) for each in held)
+    held = (
+        value
+        for root in roots
+        for each in optimizers_in(root)[0]
+        for value in getattr(each, "__dict__", {}).values()
+    )
+    parts = (
+        each.values()
+        if isinstance(each, Mapping)
+        else each
+        if isinstance(each, (list, tuple))
+        else (each,)
+        for each in held
+    )
     return any(part is optimizer for part in itertools.chain.from_iterable(parts))

@@ -1,7 +1,8 @@
-"""Register one object on all ranks of a group, some of which then share its host copy: all register it or none does.
+"""Register one object on all ranks of a group, some of which then share its host copy: all register
+it or none does.
 
-To the group this is one change, like a phase transition: the ranks propose it, carry it out and vote on it. A rank that cannot do its part
-ends it for all.
+To the group this is one change, like a phase transition: the ranks propose it, carry it out and
+vote on it. A rank that cannot do its part ends it for all.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ _ADVICE = "or register it without replicated=True"
 
 
 class Replication:
-    """The replicated registrations of one manager, which it makes together with the other ranks of its group."""
+    """The replicated registrations of one manager, which it makes together with the other ranks of
+    its group."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
         self.vote = None if group is None else GroupVote(group)
-        self._shared: weakref.WeakSet[Ranks] = weakref.WeakSet()  # the ranks of each replicated handle
+        # the ranks of each replicated handle
+        self._shared: weakref.WeakSet[Ranks] = weakref.WeakSet()
         self._machine_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
         """Process groups made here, by the numbers of their ranks in the group."""
 
@@ -45,13 +48,16 @@ class Replication:
             ranks.group = group
 
     @contextmanager
-    def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[Ranks | None]:
-        """Register an object in the body while every other rank does the same. If one rank fails, all fail. Yields the ranks that share the
-        host copy; None in a group of one rank."""
+    def registering(
+        self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup
+    ) -> Iterator[Ranks | None]:
+        """Register an object in the body while every other rank does the same. If one rank fails,
+        all fail. Yields the ranks that share the host copy; None in a group of one rank."""
         group, vote = self._group, self.vote
         if group is None or vote is None:
             raise RegistrationError(
-                f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
+                f"{name!r}: replicated=True needs a group of ranks: make the manager with "
+                f"Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
             vote.propose(f"register {name} replicated")
@@ -60,25 +66,53 @@ class Replication:
             if ranks is None:
                 vote.agree(Plan({}))
         except GroupError as told:
-            vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
+            # `exchange_texts` and `agree` ask the group past the vote, which has to learn the
+            # outcome
+            vote.heard(told)
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
 
-    def _ranks(self, group: Group, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Ranks | None:
+    def _ranks(
+        self,
+        group: Group,
+        name: str,
+        target: Any,
+        replicated: bool | torch.distributed.ProcessGroup,
+    ) -> Ranks | None:
         if isinstance(target, Lazy):
-            raise RegistrationError(f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different times; build it first")
+            raise RegistrationError(
+                f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different "
+                "times; build it first"
+            )
         if group.world_size == 1:
             return None
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            raise RegistrationError(f"{name!r}: replicated=True gathers by torch.distributed: call init_process_group first, {_ADVICE}")
+            raise RegistrationError(
+                f"{name!r}: replicated=True gathers by torch.distributed: call init_process_group "
+                f"first, {_ADVICE}"
+            )
         process_group = _group_of(name, target) if replicated is True else replicated
         if not isinstance(process_group, torch.distributed.ProcessGroup):
-            raise RegistrationError(f"{name!r}: replicated must be True or a ProcessGroup that this rank is in, not {replicated!r}")
+            raise RegistrationError(
+                f"{name!r}: replicated must be True or a ProcessGroup that this rank is in, not "
+                f"{replicated!r}"
+            )
         members, machines = _members(group, name, process_group)
-        here = tuple(rank for rank, machine in zip(members, machines, strict=True) if machine == _machine())
+        here = tuple(
+            rank for rank, machine in zip(members, machines, strict=True) if machine == _machine()
+        )
         if replicated is True and here != members:
-            if here not in self._machine_groups:  # each member on this machine makes it at the same time
-                theirs = dict(zip(members, torch.distributed.get_process_group_ranks(process_group), strict=True))
-                made = torch.distributed.new_group([theirs[rank] for rank in here], use_local_synchronization=True)
+            # each member on this machine makes it at the same time
+            if here not in self._machine_groups:
+                theirs = dict(
+                    zip(
+                        members,
+                        torch.distributed.get_process_group_ranks(process_group),
+                        strict=True,
+                    )
+                )
+                made = torch.distributed.new_group(
+                    [theirs[rank] for rank in here], use_local_synchronization=True
+                )
                 self._machine_groups[here] = made
             process_group, members = self._machine_groups[here], here
         ranks = Ranks(group, process_group, members)
@@ -86,43 +120,67 @@ class Replication:
         return ranks
 
 
-def _members(group: Group, name: str, process_group: torch.distributed.ProcessGroup) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers in the group of the ranks of a process group, in the order of that, and the machine of each."""
+def _members(
+    group: Group, name: str, process_group: torch.distributed.ProcessGroup
+) -> tuple[tuple[int, ...], list[str]]:
+    """The numbers in the group of the ranks of a process group, in the order of that, and the
+    machine of each."""
     numbers = torch.distributed.get_process_group_ranks(process_group)
     told = group.exchange_texts("members", json.dumps([process_group.rank(), numbers, _machine()]))
-    said = sorted((place, rank, machine) for rank, (place, theirs, machine) in enumerate(map(json.loads, told)) if theirs == numbers)
+    said = sorted(
+        (place, rank, machine)
+        for rank, (place, theirs, machine) in enumerate(map(json.loads, told))
+        if theirs == numbers
+    )
     if [place for place, _, _ in said] != [*range(len(numbers))]:
         raise RegistrationError(
-            f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it with that group in the manager's "
-            f"group of {group.world_size}; pass replicated=a process group of ranks that all do"
+            f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it "
+            f"with that group in the manager's group of {group.world_size}; pass replicated=a "
+            "process group of ranks that all do"
         )
     return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
 
 
 def _group_of(name: str, target: Any) -> Any:
-    """The process group whose ranks have the same values of a module or an optimizer, as that says itself; else the default one."""
+    """The process group whose ranks have the same values of a module or an optimizer, as that says
+    itself; else the default one."""
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
-    if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):  # Megatron-Core's own
+    # Megatron-Core's own
+    if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):
         return group
     groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
-    parameters = target.parameters() if isinstance(target, torch.nn.Module) else (p for each in groups for p in each["params"])
-    sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]  # DTensor, whose module need not be imported
+    parameters = (
+        target.parameters()
+        if isinstance(target, torch.nn.Module)
+        else (p for each in groups for p in each["params"])
+    )
+    # DTensor, whose module need not be imported
+    sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]
     if not sharded:
         return torch.distributed.group.WORLD
     mesh = sharded[0].device_mesh
-    alike = [dim for dim in range(mesh.ndim) if all(each.device_mesh == mesh and each.placements[dim].is_replicate() for each in sharded)]
+    alike = [
+        dim
+        for dim in range(mesh.ndim)
+        if all(each.device_mesh == mesh and each.placements[dim].is_replicate() for each in sharded)
+    ]
     if len(alike) != 1:
         raise RegistrationError(
-            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate all of them, and replicated=True needs "
-            f"one: pass replicated=the process group of the ranks that hold the same, {_ADVICE}"
+            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate "
+            "all of them, and replicated=True needs one: pass replicated=the process group of the "
+            f"ranks that hold the same, {_ADVICE}"
         )
     return mesh.get_group(alike[0])
 
 
 def _machine() -> str:
-    """A text that is the same for processes that see each other's /proc: the machine's start, and the PID namespace."""
+    """A text that is the same for processes that see each other's /proc: the machine's start, and
+    the PID namespace."""
     said = [os.uname().nodename]
     with suppress(OSError):
-        said = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        said = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(said)

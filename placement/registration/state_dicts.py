@@ -1,10 +1,13 @@
-"""Calls of `state_dict()` on a registered object. In every state they return true values in tensors that stay readable.
+"""Calls of `state_dict()` on a registered object. In every state they return true values in tensors
+that stay readable.
 
-Torch's state dict hooks see neither the values that an overridden method computes nor an exception in between. So the method itself is
-replaced. Hooks of state dicts, `get_extra_state` and overridden methods compute with the live tensors, which read poison while they are
-offloaded. So then the whole call runs inside `FromHostCopies`, where every torch function gets the host copy instead of such a tensor.
-The tensors themselves are not touched: identity, addresses, versions, gradient accumulators and use counts stay the same, other threads
-notice nothing, and an exception leaves nothing behind. The tensors that the call returns follow the handle.
+Torch's state dict hooks see neither the values that an overridden method computes nor an exception
+in between. So the method itself is replaced. Hooks of state dicts, `get_extra_state` and overridden
+methods compute with the live tensors, which read poison while they are offloaded. So then the whole
+call runs inside `FromHostCopies`, where every torch function gets the host copy instead of such a
+tensor. The tensors themselves are not touched: identity, addresses, versions, gradient accumulators
+and use counts stay the same, other threads notice nothing, and an exception leaves nothing behind.
+The tensors that the call returns follow the handle.
 """
 
 from __future__ import annotations
@@ -38,31 +41,48 @@ if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
 _WHERE = frozenset({"device", "is_cpu", "is_cuda", "__cuda_array_interface__"})
-"""Properties that tell where a tensor's bytes are: answered by the host copy. The live tensor answers all others."""
+"""Properties that tell where a tensor's bytes are: answered by the host copy. The live tensor
+answers all others."""
 _OF_THE_OBJECT = frozenset(
-    {"__set__", "__delete__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+    {
+        "__set__",
+        "__delete__",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+    }
 )
 """Functions that change the tensor object but no byte. They are given the live tensor."""
 _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
-"""A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state dict that it asks for, and loads that."""
+"""A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state
+dict that it asks for, and loads that."""
 
 
 class StateDictCall(MethodCall):
-    """Stands in for `state_dict` of a module, a submodule or an optimizer. Its guard returns the handle; None once that is gone."""
+    """Stands in for `state_dict` of a module, a submodule or an optimizer. Its guard returns the
+    handle; None once that is gone."""
 
-    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         handle: Handle | None = self._guard()
         if handle is None:
             return method(*args, **kwargs)
         if is_reading() or not _is_offloaded(handle):
-            is_part = bool(args) or kwargs.get("destination") is not None  # a call from an outer module's call, which does the rest
+            # a call from an outer module's call, which does the rest
+            is_part = bool(args) or kwargs.get("destination") is not None
             found = method(*args, **kwargs)
-            if is_part or is_reading() or not _is_offloaded(handle):  # else another thread has offloaded it: what was computed may be NaN
+            # else another thread has offloaded it: what was computed may be NaN
+            if is_part or is_reading() or not _is_offloaded(handle):
                 return found if is_part else shown(handle, found, ManagedStorage.hand_out_once)
-        if any(frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR for frame, _ in traceback.walk_stack(None)):
+        if any(
+            frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR
+            for frame, _ in traceback.walk_stack(None)
+        ):
             raise NotResidentError(
-                f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be given a state dict: load it inside "
-                "manager.phase('restore')"
+                f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be "
+                "given a state dict: load it inside manager.phase('restore')"
             )
         try:
             with FromHostCopies():
@@ -70,8 +90,9 @@ class StateDictCall(MethodCall):
         except Exception as error:
             if not isinstance(error, PlacementError):
                 error.add_note(
-                    f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, so its state dict was computed from the host "
-                    "copy, in host memory. If its code needs the values on the device, ask inside a phase that has it there."
+                    f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, so its "
+                    "state dict was computed from the host copy, in host memory. If its code needs "
+                    "the values on the device, ask inside a phase that has it there."
                 )
             raise
         found = shown(handle, found, ManagedStorage.hand_out_once)
@@ -80,9 +101,12 @@ class StateDictCall(MethodCall):
 
 
 class ZeroCall(StateDictCall):
-    """Stands in for `zero_grad` of a module or an optimizer. While gradients are offloaded, the call zeroes their host copies."""
+    """Stands in for `zero_grad` of a module or an optimizer. While gradients are offloaded, the
+    call zeroes their host copies."""
 
-    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         handle = self._guard()
         with nullcontext() if handle is None or not _is_offloaded(handle) else FromHostCopies():
             return method(*args, **kwargs)
@@ -96,36 +120,57 @@ _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
 def shown(handle: Handle, found: Any, hand_out: _HandOut = ManagedStorage.hand_out) -> Any:
-    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes. A module's dictionary is
-    changed in place, another one is copied."""
+    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the
+    handle goes. A module's dictionary is changed in place, another one is copied."""
     holding = handle.holding
     if holding is None:
         return found
     if holding.lost is not None:
-        raise BrokenHandleError(f"{handle.name!r} is broken and its values must not be saved: {holding.lost}")
-    with without_modes(), torch.inference_mode(False):  # the tensors must follow the handle later, which inference tensors cannot
+        raise BrokenHandleError(
+            f"{handle.name!r} is broken and its values must not be saved: {holding.lost}"
+        )
+    # the tensors must follow the handle later, which inference tensors cannot
+    with without_modes(), torch.inference_mode(False):
         if handle.kind == "optimizer" or not isinstance(found, MutableMapping):
-            return _readable(holding, found, hand_out)  # copied, because an optimizer's dict holds its live state
+            # copied, because an optimizer's dict holds its live state
+            return _readable(holding, found, hand_out)
         for key, value in [*found.items()]:  # in place, because nested calls share one dict
             if (readable := _readable(holding, value, hand_out)) is not value:
                 found[key] = readable
     return found
 
 
-def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_inside: bool = False) -> Any:
-    """The value with readable tensors, also in attributes of objects in it, but not of objects inside these (`is_inside`)."""
+def _readable(
+    holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_inside: bool = False
+) -> Any:
+    """The value with readable tensors, also in attributes of objects in it, but not of objects
+    inside these (`is_inside`)."""
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
     if isinstance(value, dict):
-        parts = {key: _readable(holding, each, hand_out, is_inside=is_inside) for key, each in value.items()}
-        return _changed(value, parts) if is_inside else parts  # the live dict may get new state in a later step
+        parts = {
+            key: _readable(holding, each, hand_out, is_inside=is_inside)
+            for key, each in value.items()
+        }
+        # the live dict may get new state in a later step
+        return _changed(value, parts) if is_inside else parts
     if isinstance(value, SEQUENCES):
-        return _changed(value, dict(enumerate(_readable(holding, each, hand_out, is_inside=is_inside) for each in value)))
-    return value if is_inside else with_fields(value, lambda each: _readable(holding, each, hand_out, is_inside=True))
+        return _changed(
+            value,
+            dict(
+                enumerate(_readable(holding, each, hand_out, is_inside=is_inside) for each in value)
+            ),
+        )
+    return (
+        value
+        if is_inside
+        else with_fields(value, lambda each: _readable(holding, each, hand_out, is_inside=True))
+    )
 
 
 def _changed(value: Any, parts: dict[Any, Any]) -> Any:
-    """A container of the same type with other parts; the container itself if all parts are the same."""
+    """A container of the same type with other parts; the container itself if all parts are the
+    same."""
     own = value if isinstance(value, dict) else dict(enumerate(value))
     if all(parts.get(key) is each for key, each in [*own.items()]):
         return value
@@ -135,19 +180,29 @@ def _changed(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def is_stateless(optimizer: Any) -> bool:
-    state = optimizer.get("state", True) if isinstance(optimizer, dict) else getattr(optimizer, "state", True)
+    state = (
+        optimizer.get("state", True)
+        if isinstance(optimizer, dict)
+        else getattr(optimizer, "state", True)
+    )
     return isinstance(state, Mapping) and not state
 
 
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
-    """Whether a state dict has tensors in the ranges of the object, which means that it holds the object's own tensors."""
-    tensors = [value for value in (state_dict.values() if isinstance(state_dict, Mapping) else ()) if isinstance(value, torch.Tensor)]
+    """Whether a state dict has tensors in the ranges of the object, which means that it holds the
+    object's own tensors."""
+    tensors = [
+        value
+        for value in (state_dict.values() if isinstance(state_dict, Mapping) else ())
+        if isinstance(value, torch.Tensor)
+    ]
     parts = [part for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
     return any(RANGES.owner_of(part.untyped_storage().data_ptr()) is holding for part in parts)
 
 
 def _refuse_poison(handle: Handle, found: Any) -> None:
-    """Raise NotResidentError if there is NaN among the computed values, but none in the host copies: code has read past torch."""
+    """Raise NotResidentError if there is NaN among the computed values, but none in the host
+    copies: code has read past torch."""
     handles = (handle, *handle.owners)
     computed = [
         (name, part)
@@ -157,12 +212,18 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     ]
     wrong = [name for name, part in computed if has_nan(part, throughout=False)]
     offloaded = [each for each in handles if each.adapter is not None and each.storage.is_on_host]
-    hosts = (each.storage.read_host(item.tensor) for each in offloaded for item in each.adapter.owned())  # type: ignore[union-attr]
+    hosts = (
+        each.storage.read_host(item.tensor)
+        for each in offloaded
+        for item in each.adapter.owned()  # type: ignore[union-attr]
+    )
     if wrong and not any(host is not None and has_nan(host, throughout=False) for host in hosts):
         raise NotResidentError(
-            f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the values it was computed from have none. "
-            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, and a hook or method of its state dict reads its device "
-            "memory past torch (a kernel of its own, another thread). Ask for the state dict inside a phase that has it on the device."
+            f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the "
+            f"values it was computed from have none. {handle.name!r} is {handle.state} in phase "
+            f"{handle.phase_now()!r}, and a hook or method of its state dict reads its device "
+            "memory past torch (a kernel of its own, another thread). Ask for the state dict "
+            "inside a phase that has it on the device."
         )
 
 
@@ -170,16 +231,22 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
 
 
 class FromHostCopies(TorchFunctionMode):
-    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread that entered it. Writes go there, too."""
+    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread
+    that entered it. Writes go there, too."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if _is_about_the_object(func):
             return func(*args, **(kwargs or {}))
         live: dict[int, torch.Tensor] = {}
         found = func(*_on_host(args, live), **_on_host(kwargs or {}, live))
-        return live.get(id(found), found) if live else found  # an in-place function must return the tensor that it was given
+        # an in-place function must return the tensor that it was given
+        return live.get(id(found), found) if live else found
 
 
 def is_reading() -> bool:
@@ -194,7 +261,8 @@ def _is_about_the_object(func: Callable[..., Any]) -> bool:
 
 
 def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
-    """Arguments with the host copy in place of every offloaded tensor in them. `live` gets the tensor that each host copy stands for."""
+    """Arguments with the host copy in place of every offloaded tensor in them. `live` gets the
+    tensor that each host copy stands for."""
     if isinstance(value, torch.Tensor):
         found = _host_copy(value)
         if found is not value:
@@ -209,15 +277,23 @@ def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if is_wrapper(tensor):
-        is_offloaded = any(_host_copy(part) is not part for _, part in parts_of(tensor, "") if part is not tensor)
+        is_offloaded = any(
+            _host_copy(part) is not part for _, part in parts_of(tensor, "") if part is not tensor
+        )
         return rewrapped(tensor, _host_copy) if is_offloaded else tensor
-    if not is_plain_type(type(tensor)) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+    if (
+        not is_plain_type(type(tensor))
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_nested
+    ):
         return tensor
     owner = RANGES.owner_of(tensor.untyped_storage().data_ptr())
     if not isinstance(owner, ManagedStorage) or (host := owner.show_host(tensor)) is None:
         return tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return host
-    carrier = host.as_subclass(type(tensor))  # keeps the attributes that the tensor's framework has put on it
+    # keeps the attributes that the tensor's framework has put on it
+    carrier = host.as_subclass(type(tensor))
     vars(carrier).update(vars(tensor))
     return carrier

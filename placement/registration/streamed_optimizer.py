@@ -1,9 +1,12 @@
-"""The steps of an optimizer that stays on the host: `optimizer.step()`, unchanged, streams the state through the device.
+"""The steps of an optimizer that stays on the host: `optimizer.step()`, unchanged, streams the
+state through the device.
 
-The call that stands in for `step` is put in place when a plan first wants the steps streamed; while it does not, it calls the method
-that was there. Step hooks, a closure and a learning rate scheduler see one step, as always; the state itself is offloaded for hooks, too.
+The call that stands in for `step` is put in place when a plan first wants the steps streamed; while
+it does not, it calls the method that was there. Step hooks, a closure and a learning rate scheduler
+see one step, as always; the state itself is offloaded for hooks, too.
 
-A streamed step takes the parameters in parts: a part is a parameter, or a slice of one whose state is larger than a bucket.
+A streamed step takes the parameters in parts: a part is a parameter, or a slice of one whose state
+is larger than a bucket.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from placement.ownership.optimizer_state import optimizers_in
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
-from placement.storage.transfer.streamed import AHEAD, Piece, Streamed, StreamedStep, first_chunks, window_of
+from placement.storage.transfer.streamed import (
+    AHEAD,
+    Piece,
+    Streamed,
+    StreamedStep,
+    first_chunks,
+    window_of,
+)
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
@@ -40,8 +50,10 @@ class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
     bucket_bytes: int  # device bytes of a bucket, before it is rounded to whole chunks
-    lock: Callable[[], AbstractContextManager[None]]  # holds the manager's: no other thread moves anything. Refuses a graph capture.
-    note: Callable[[SteppedHandle, Streamed, float], None]  # called with the handle, the result and the seconds of each step
+    # holds the manager's: no other thread moves anything. Refuses a graph capture.
+    lock: Callable[[], AbstractContextManager[None]]
+    # called with the handle, the result and the seconds of each step
+    note: Callable[[SteppedHandle, Streamed, float], None]
 
     def whole_chunks(self, device: Device) -> int:
         """Device bytes of a bucket in whole chunks of this device."""
@@ -49,7 +61,8 @@ class Streaming:
 
 
 _ALIGNED = 64
-"""Slices begin at multiples of so many elements: kernels that compute several at once take the same ones together as in the whole."""
+"""Slices begin at multiples of so many elements: kernels that compute several at once take the same
+ones together as in the whole."""
 
 
 class StepPart(NamedTuple):
@@ -58,48 +71,89 @@ class StepPart(NamedTuple):
 
 
 class StreamedOptimizer:
-    """The streamed steps of one optimizer handle. `is_predictable`: the size of the state that its steps will create is known."""
+    """The streamed steps of one optimizer handle. `is_predictable`: the size of the state that its
+    steps will create is known."""
 
     def __init__(
-        self, handle: SteppedHandle, holding: ManagedStorage, adapter: OptimizerAdapter, streaming: Streaming, *, is_predictable: bool
+        self,
+        handle: SteppedHandle,
+        holding: ManagedStorage,
+        adapter: OptimizerAdapter,
+        streaming: Streaming,
+        *,
+        is_predictable: bool,
     ) -> None:
         self._handle = weakref.ref(handle)
         self.storage = holding
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
-        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes  # bytes of all buckets that are on the device at a time
+        # bytes of all buckets that are on the device at a time
+        self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes
         self._found_in: tuple[Range, ...] = ()  # the ranges in which `_chunks` were found
-        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}  # the chunks of a parameter's state, by its tensors' addresses
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None = None
-        """The ranges and the numbers for which `measured` was computed last, and what it returned."""
-        self._has_stepped = True  # since it began to be TRAINING. Later steps fetch all: nobody knows whether another one comes.
+        # the chunks of a parameter's state, by its tensors' addresses
+        self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
+        self._window: (
+            tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None
+        ) = None
+        """The ranges and the numbers for which `measured` was computed last, and what it
+        returned."""
+        # since it began to be TRAINING. Later steps fetch all: nobody knows whether another one
+        # comes.
+        self._has_stepped = True
         self._is_installed = False
-        self._tells_scheduler = False  # whether a learning rate scheduler had replaced the method before
-        self.is_running = False  # whether a streamed step is under way. Only then a step may begin although the state is not on the device.
+        # whether a learning rate scheduler had replaced the method before
+        self._tells_scheduler = False
+        # whether a streamed step is under way. Only then a step may begin although the state is not
+        # on the device.
+        self.is_running = False
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
         if self.refusal is None and (adapter.steps_copies or not is_predictable):
-            why = "it steps copies of parameters, which it needs as a whole" if adapter.steps_copies else "its size cannot be predicted"
+            why = (
+                ("it steps copies of parameters, which it needs as a whole")
+                if adapter.steps_copies
+                else "its size cannot be predicted"
+            )
             self.refusal = f"{why}; use optimizer_in='train' for it"
 
     @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
-        """The chunks to bring before the coming step, while the forward and backward pass leave the link idle; empty where none is sure."""
-        return () if self._has_stepped or self.refusal is not None or not self.is_wanted else self.measured()[1]
+        """The chunks to bring before the coming step, while the forward and backward pass leave the
+        link idle; empty where none is sure."""
+        return (
+            ()
+            if self._has_stepped or self.refusal is not None or not self.is_wanted
+            else self.measured()[1]
+        )
 
     def measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
-        """The most device bytes that a streamed step holds of the state at a time, and the first chunks. Looks at every parameter."""
-        ranges, known = self.storage.ranges, (self._adapter.num_entries(), self.storage.unborn_bytes)
+        """The most device bytes that a streamed step holds of the state at a time, and the first
+        chunks. Looks at every parameter."""
+        ranges, known = (
+            self.storage.ranges,
+            (self._adapter.num_entries(), self.storage.unborn_bytes),
+        )
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            everything = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+            everything = [
+                (each, p)
+                for each in self._adapter.optimizers()
+                for group in each.param_groups
+                for p in group["params"]
+            ]
             pieces = [part.piece for each in everything for part in self.parts_of(*each)]
             window_bytes = window_of(pieces, self._bucket_bytes)
-            self._window = ranges, known, window_bytes, first_chunks(pieces, self._bucket_bytes, window_bytes)
+            self._window = (
+                ranges,
+                known,
+                window_bytes,
+                first_chunks(pieces, self._bucket_bytes, window_bytes),
+            )
         return self._window[2:]
 
     def begin(self) -> None:
-        """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy. PhaseError: they cannot be now."""
+        """Get ready for streamed steps: called when the handle begins to be TRAINING from its host
+        copy. PhaseError: they cannot be now."""
         handle = self._handle()
         assert handle is not None
         self.is_running = self._has_stepped = False
@@ -110,11 +164,14 @@ class StreamedOptimizer:
             self._is_installed = True
 
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
+        """Make one step of the user's, with its hooks. Returns what the closure returned; None
+        without one."""
         self._refuse(refusal_now(optimizer))
         self.is_running = self._has_stepped = True
         try:
-            return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
+            return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(
+                optimizer, *args, **kwargs
+            )
         finally:
             self.is_running = False
 
@@ -130,29 +187,44 @@ class StreamedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         if self._tells_scheduler:
-            optimizer._opt_called = True  # as the scheduler's own wrapper does, which this call stands in for
+            # as the scheduler's own wrapper does, which this call stands in for
+            optimizer._opt_called = True
         with torch.no_grad(), self._streaming.lock():
             if not self.is_wanted:
-                self._refuse("a closure or a hook of the step has left the phase. Nothing was stepped")
+                self._refuse(
+                    "a closure or a hook of the step has left the phase. Nothing was stepped"
+                )
             began = time.monotonic()
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            parts = [part for parameter in step.parameters for part in self.parts_of(optimizer, parameter)]
+            parts = [
+                part
+                for parameter in step.parameters
+                for part in self.parts_of(optimizer, parameter)
+            ]
             stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
-            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
+            # else a loss scaler has the step leave out what it has found
+            if getattr(optimizer, "found_inf", None) is None:
                 with without_modes():  # last of all, because it waits for the backward pass
                     self.storage.nan_check.refuse_gradients(step.parameters)
-            window_bytes = self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
+            window_bytes = (
+                self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
+            )
             streamed = StreamedStep(
-                self.storage, pieces, self._bucket_bytes, window_bytes, lambda first, last: step.run(stepped[first:last])
+                self.storage,
+                pieces,
+                self._bucket_bytes,
+                window_bytes,
+                lambda first, last: step.run(stepped[first:last]),
             ).run()
             if handle is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss
 
     def _make_sound(self) -> None:
-        """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
+        """Finish what an interrupted step has left, and report values that were written while they
+        were offloaded."""
         holding, chunk_pool = self.storage, ChunkPool(self.storage.device)
         if self._adapter.follow_param_groups():
             holding.look_at_unborn()
@@ -166,14 +238,20 @@ class StreamedOptimizer:
     def _refuse(self, reason: str | None) -> None:
         handle = self._handle()
         if reason is not None and handle is not None:
-            raise PhaseError(f"step() of {handle.name!r} cannot stream its state in phase {handle.phase_now()!r}: {reason}")
+            raise PhaseError(
+                f"step() of {handle.name!r} cannot stream its state in phase "
+                f"{handle.phase_now()!r}: {reason}"
+            )
 
     # --- parts of a step
 
     def parts_of(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """The parts in which a parameter is stepped, whose state takes `streamed_bucket_bytes` on the device, in whole chunks."""
+        """The parts in which a parameter is stepped, whose state takes `streamed_bucket_bytes` on
+        the device, in whole chunks."""
         entry = optimizer.state.get(parameter)
-        whole = Piece(self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter))
+        whole = Piece(
+            self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter)
+        )
         if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes:
             slices = self._slices(optimizer, parameter)
             if slices and max(part.piece.nbytes for part in slices) < whole.nbytes:
@@ -193,38 +271,66 @@ class StreamedOptimizer:
         return self._chunks[addresses]
 
     def _between(self, address: int, nbytes: int) -> list[RangeChunk]:
-        """The chunks behind bytes of a tensor; none where it has its bytes in torch's own memory, or in the slab."""
+        """The chunks behind bytes of a tensor; none where it has its bytes in torch's own memory,
+        or in the slab."""
         found = self.storage.object_ranges.at(address)
         if found is None or not nbytes:
             return []
         r, size = found[0], found[0].chunk_sizes[0]
         start = address - r.layout.addresses.base
-        return [(r, index) for index in range(start // size, (start + nbytes - 1) // size + 1)] if 0 <= start < r.nbytes else []
+        return (
+            [(r, index) for index in range(start // size, (start + nbytes - 1) // size + 1)]
+            if 0 <= start < r.nbytes
+            else []
+        )
 
     def _slices(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter cannot be sliced."""
-        state = sorted(sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True)
+        """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter
+        cannot be sliced."""
+        state = sorted(
+            sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True
+        )
         places = self._between(state[0].data_ptr(), 1) if state else []
         if not places:
             return []
         r, index = places[0]
         largest, size = state[0], r.chunk_sizes[0]
         step = max(1, self._bucket_bytes // (len(state) * size)) * size
-        ends = range(r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step)
-        bounds = sorted({0, largest.numel(), *(end // largest.element_size() // _ALIGNED * _ALIGNED for end in ends)})
-        counters = [tensor for tensor in _tensors_in(optimizer.state[parameter]) if is_counter(tensor)]
-        return [self._slice(ParameterSlice(parameter, *each), state, counters) for each in itertools.pairwise(bounds)]
+        ends = range(
+            r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step
+        )
+        bounds = sorted(
+            {
+                0,
+                largest.numel(),
+                *(end // largest.element_size() // _ALIGNED * _ALIGNED for end in ends),
+            }
+        )
+        counters = [
+            tensor for tensor in _tensors_in(optimizer.state[parameter]) if is_counter(tensor)
+        ]
+        return [
+            self._slice(ParameterSlice(parameter, *each), state, counters)
+            for each in itertools.pairwise(bounds)
+        ]
 
-    def _slice(self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]) -> StepPart:
+    def _slice(
+        self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]
+    ) -> StepPart:
         tensors = (*counters, *(each[part.start : part.stop] for each in state))
-        found = itertools.chain.from_iterable(self._between(each.data_ptr(), each.nbytes) for each in tensors)
+        found = itertools.chain.from_iterable(
+            self._between(each.data_ptr(), each.nbytes) for each in tensors
+        )
         return StepPart(part, Piece(tuple(dict.fromkeys(found))))
 
 
 class _StepCall(MethodCall):
-    """Stands in for `step` of one optimizer. Its guard is a weak reference: the optimizer must not keep its storage alive."""
+    """Stands in for `step` of one optimizer. Its guard is a weak reference: the optimizer must not
+    keep its storage alive."""
 
-    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         streamed: StreamedOptimizer | None = self._guard()
         if streamed is not None and streamed.is_wanted:
             return streamed.step(target, args, kwargs)
@@ -237,30 +343,39 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
         if type(value) in PLAIN_TYPES:  # the common case first
             yield from (value,) if has_bytes(value) else ()
         else:
-            yield from (part for _, tensor in nested_tensors(value, "") for _, part in plain_parts(tensor, ""))
+            yield from (
+                part
+                for _, tensor in nested_tensors(value, "")
+                for _, part in plain_parts(tensor, "")
+            )
 
 
-# --- optimizers whose step treats each parameter by itself, so that it can be made for some of the parameters and then for the others
+# --- optimizers whose step treats each parameter by itself, so that it can be made for some of the
+# parameters and then for the others
 #
-# These are classes of torch.optim whose update of a parameter depends on nothing but its gradient, its own state and the options of its
-# group. `PartialStep` makes such a step for a part of the parameters. It calls the innermost step function with an object that has other
-# parameter groups, and shares the optimizer's state, or for a slice has that slice of it. So nobody ever sees the optimizer itself with
-# groups that are not the user's.
+# These are classes of torch.optim whose update of a parameter depends on nothing but its gradient,
+# its own state and the options of its group. `PartialStep` makes such a step for a part of the
+# parameters. It calls the innermost step function with an object that has other parameter groups,
+# and shares the optimizer's state, or for a slice has that slice of it. So nobody ever sees the
+# optimizer itself with groups that are not the user's.
 #
-# The step functions of torch.optim compute each element from the same element of the parameter, of its gradient and of its state, and from
-# counters of the whole parameter. So a parameter whose state is larger than a bucket can be stepped slice by slice, and comes out with the
-# same bits. Muon is the exception, because it multiplies whole matrices.
+# The step functions of torch.optim compute each element from the same element of the parameter, of
+# its gradient and of its state, and from counters of the whole parameter. So a parameter whose
+# state is larger than a bucket can be stepped slice by slice, and comes out with the same bits.
+# Muon is the exception, because it multiplies whole matrices.
 
 
 class ParameterSlice(NamedTuple):
-    """Elements `start` up to `stop` (not included) of a parameter's part on this rank, in memory's order."""
+    """Elements `start` up to `stop` (not included) of a parameter's part on this rank, in memory's
+    order."""
 
     parameter: torch.Tensor
     start: int
     stop: int
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """The slice's elements of the parameter, of its gradient, or of a tensor of its state. A view of one dimension."""
+        """The slice's elements of the parameter, of its gradient, or of a tensor of its state. A
+        view of one dimension."""
         flat = _elements(tensor, self.parameter)
         assert flat is not None
         return flat[self.start : self.stop]
@@ -272,12 +387,15 @@ class ParameterSlice(NamedTuple):
 
 
 def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a parameter's state that have an element for each of its own, flat, on this rank; empty if it cannot be sliced."""
+    """The tensors of a parameter's state that have an element for each of its own, flat, on this
+    rank; empty if it cannot be sliced."""
     entry = optimizer.state.get(parameter)
     flat, gradient = _elements(parameter, parameter), parameter.grad
     if not entry or flat is None or _own(type(optimizer)) in _OF_MATRICES:
         return []
-    if gradient is not None and (gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None):
+    if gradient is not None and (
+        gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None
+    ):
         return []
     values = [value for value in entry.values() if value is not None and not is_counter(value)]
     found = [_elements(value, parameter) for value in values if isinstance(value, torch.Tensor)]
@@ -286,17 +404,26 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
 
 
 def is_counter(value: object) -> bool:
-    """Whether a value of a parameter's state is a number for the whole parameter, which every step updates once."""
+    """Whether a value of a parameter's state is a number for the whole parameter, which every step
+    updates once."""
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
-    """The elements of a tensor on this rank, in one dimension; None if they are not the parameter's, one by one and in order."""
+    """The elements of a tensor on this rank, in one dimension; None if they are not the
+    parameter's, one by one and in order."""
     if tensor.shape != parameter.shape:
         return None
     if is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        is_alike = is_a(tensor, "torch.distributed.tensor", "DTensor") and tensor.device_mesh == parameter.device_mesh
-        if not is_alike or tensor.placements != parameter.placements or any(each.is_partial() for each in tensor.placements):
+        is_alike = (
+            is_a(tensor, "torch.distributed.tensor", "DTensor")
+            and tensor.device_mesh == parameter.device_mesh
+        )
+        if (
+            not is_alike
+            or tensor.placements != parameter.placements
+            or any(each.is_partial() for each in tensor.placements)
+        ):
             return None
         tensor = tensor._local_tensor  # to_local() would record it for autograd
     if type(tensor) not in PLAIN_TYPES or not tensor.is_contiguous():
@@ -305,13 +432,28 @@ def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
     return flat
 
 
-_NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_CLASSES: tuple[type, ...] = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
+_NAMES = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_CLASSES: tuple[type, ...] = tuple(
+    getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)
+)
 KNOWN = ", ".join(cls.__name__ for cls in _CLASSES)
 
 
 def _own(cls: Any) -> tuple[Any, Any]:
-    """The functions that make a class's step, without wrappers: torch's constructor and torch.compile put them around."""
+    """The functions that make a class's step, without wrappers: torch's constructor and
+    torch.compile put them around."""
     return inspect.unwrap(cls.step), inspect.unwrap(cls._init_group)
 
 
@@ -326,32 +468,48 @@ def allow(cls: type) -> type:
 
 
 def refusal(root: Any) -> str | None:
-    """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it can."""
+    """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it
+    can."""
     objects, leaves = optimizers_in(root)
     inner = leaves[0].optimizer if len(leaves) == 1 else None
     instead = "use optimizer_in='train' or 'optimizer_step' for it"
     around = [each for each in objects if each is not inner]
-    if inner is None or any(not is_a(each, "accelerate.optimizer", "AcceleratedOptimizer") for each in around) or stepped_for(objects):
-        return f"{_name(root)} steps other optimizers by code of its own, which may need all their state at once; {instead}"
+    if (
+        inner is None
+        or any(not is_a(each, "accelerate.optimizer", "AcceleratedOptimizer") for each in around)
+        or stepped_for(objects)
+    ):
+        return (
+            f"{_name(root)} steps other optimizers by code of its own, which may need all their "
+            f"state at once; {instead}"
+        )
     if not hasattr(type(inner), "_init_group") or _own(type(inner)) not in _STEPS:
-        return f"{_name(inner)} is not known to treat each parameter by itself (known: {KNOWN}); {instead}"
+        return (
+            f"{_name(inner)} is not known to treat each parameter by itself (known: {KNOWN}); "
+            f"{instead}"
+        )
     if any(group.get("differentiable") for group in inner.param_groups):
         return f"differentiable=True keeps what a step computes for autograd; {instead}"
     return None
 
 
 def refusal_now(optimizer: Any) -> str | None:
-    """Why the next step cannot be made in parts although the optimizer's can, and what to do; None if it can."""
+    """Why the next step cannot be made in parts although the optimizer's can, and what to do; None
+    if it can."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if len(stepped) > len({id(p) for p in stepped}):
-        return "a parameter stands twice in its groups, and would be stepped twice: give each parameter once, or use optimizer_in='train'"
+        return (
+            "a parameter stands twice in its groups, and would be stepped twice: give each "
+            "parameter once, or use optimizer_in='train'"
+        )
     if any(p.grad.layout is not torch.strided for p in stepped):
         return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
     if any(type(p) not in PLAIN_TYPES and _reduces(p) for p in stepped):
         return (
-            "gradients have still to be summed over ranks (Partial), or are sharded otherwise than their parameters, so the step itself "
-            "calls collectives, which ranks with other buckets would call in another order: redistribute them before the step, "
-            "p.grad = p.grad.redistribute(placements=p.placements), or use optimizer_in='train'"
+            "gradients have still to be summed over ranks (Partial), or are sharded otherwise than "
+            "their parameters, so the step itself calls collectives, which ranks with other "
+            "buckets would call in another order: redistribute them before the step, p.grad = "
+            "p.grad.redistribute(placements=p.placements), or use optimizer_in='train'"
         )
     if torch.is_inference_mode_enabled():
         return "it is called in inference mode, in which no state can be made: call it outside"
@@ -359,19 +517,29 @@ def refusal_now(optimizer: Any) -> str | None:
 
 
 def _reduces(parameter: Any) -> bool:
-    """Whether a step of a sharded parameter calls collectives for its gradient. Of one that every rank has whole, it takes a part."""
+    """Whether a step of a sharded parameter calls collectives for its gradient. Of one that every
+    rank has whole, it takes a part."""
     mine = getattr(parameter, "placements", ())
     theirs = getattr(parameter.grad, "placements", mine)
-    return any(own != given and not given.is_replicate() for own, given in zip(mine, theirs, strict=True))
+    return any(
+        own != given and not given.is_replicate() for own, given in zip(mine, theirs, strict=True)
+    )
 
 
 def replaced_step(optimizer: Any) -> str | None:
-    """Why the optimizer's own method may do more than a step, and what to do; None if it does nothing else. A learning rate scheduler
-    replaces the method by one that tells it that there was a step."""
+    """Why the optimizer's own method may do more than a step, and what to do; None if it does
+    nothing else. A learning rate scheduler replaces the method by one that tells it that there was
+    a step."""
     theirs = vars(optimizer).get("step")
-    if theirs is None or (hasattr(theirs, "_wrapped_by_lr_sched") and inspect.unwrap(theirs) is inspect.unwrap(type(optimizer).step)):
+    if theirs is None or (
+        hasattr(theirs, "_wrapped_by_lr_sched")
+        and inspect.unwrap(theirs) is inspect.unwrap(type(optimizer).step)
+    ):
         return None
-    return f"something has replaced its step() by {getattr(theirs, '__qualname__', theirs)!r}, which may do more than a step: undo that"
+    return (
+        f"something has replaced its step() by {getattr(theirs, '__qualname__', theirs)!r}, which "
+        "may do more than a step: undo that"
+    )
 
 
 def _name(optimizer: Any) -> str:
@@ -379,14 +547,21 @@ def _name(optimizer: Any) -> str:
 
 
 class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time, or for slices of one, in the implementation (for-loop, foreach, fused)
-    that torch would choose for all parameters of a group together: another one may round differently. `parameters` have a gradient."""
+    """One step of an optimizer, made for a few parameters at a time, or for slices of one, in the
+    implementation (for-loop, foreach, fused) that torch would choose for all parameters of a group
+    together: another one may round differently. `parameters` have a gradient."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._step = inspect.unwrap(type(optimizer).step)  # without the wrappers of torch's constructor (hooks, gradient mode)
+        # without the wrappers of torch's constructor (hooks, gradient mode)
+        self._step = inspect.unwrap(type(optimizer).step)
         self._chosen = [_implementation(group) for group in optimizer.param_groups]
-        entries = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
+        entries = [
+            (index, p)
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if p.grad is not None
+        ]
         self._group_of = {id(p): index for index, p in entries}
         self.parameters: Sequence[torch.Tensor] = [p for _, p in entries]
 
@@ -401,7 +576,8 @@ class PartialStep:
             self._call([(index, [*those]) for index, those in by_group], self._optimizer.state)
 
     def _step_slice(self, part: ParameterSlice) -> None:
-        """Step a slice with the same slice of the state. The counters themselves count once, with the last slice."""
+        """Step a slice with the same slice of the state. The counters themselves count once, with
+        the last slice."""
         stepped = part.of(part.parameter)
         stepped.grad = part.of(part.parameter.grad)
         state: dict[str, Any] = {}
@@ -412,16 +588,24 @@ class PartialStep:
                 state[key] = None if value is None else part.of(value)
         self._call([(self._group_of[id(part.parameter)], [stepped])], {stepped: state})
 
-    def _call(self, parameters: Sequence[tuple[int, list[torch.Tensor]]], state: Mapping[torch.Tensor, Any]) -> None:
+    def _call(
+        self,
+        parameters: Sequence[tuple[int, list[torch.Tensor]]],
+        state: Mapping[torch.Tensor, Any],
+    ) -> None:
         """Call the step function with parameters of these groups alone."""
-        groups = [{**self._optimizer.param_groups[index], **self._chosen[index], "params": those} for index, those in parameters]
+        groups = [
+            {**self._optimizer.param_groups[index], **self._chosen[index], "params": those}
+            for index, those in parameters
+        ]
         part = object.__new__(type(self._optimizer))
         vars(part).update(vars(self._optimizer), param_groups=groups, state=state)
         self._step(part)
 
 
 def _implementation(group: dict[str, Any]) -> dict[str, bool]:
-    """The option that a part of a group needs so that torch chooses the same implementation as for the whole group."""
+    """The option that a part of a group needs so that torch chooses the same implementation as for
+    the whole group."""
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return {}
     stepped = [p for p in group["params"] if p.grad is not None]

@@ -1,4 +1,5 @@
-"""The adopted storages of one object: the bytes they take, how the host copy is read, and how new storages get places.
+"""The adopted storages of one object: the bytes they take, how the host copy is read, and how new
+storages get places.
 
 `ManagedStorage` adds how the bytes come and go.
 """
@@ -28,7 +29,15 @@ from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
-from placement.storage.scan import BORROWED, Relocated, Scan, StorageScanner, count_uses, stray_references, uncounted
+from placement.storage.scan import (
+    BORROWED,
+    Relocated,
+    Scan,
+    StorageScanner,
+    count_uses,
+    stray_references,
+    uncounted,
+)
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
@@ -37,37 +46,59 @@ _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
 
 
 class Stage(enum.Enum):
-    """How far the present move of an object has come. The comment of a stage begins with what `on_device`, the decision, may be then. It
-    ends with where any thread reads the values meanwhile (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`,
-    on the side that was decided on."""
+    """How far the present move of an object has come. The comment of a stage begins with what
+    `on_device`, the decision, may be then. It ends with where any thread reads the values meanwhile
+    (`AdoptedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side
+    that was decided on."""
 
     SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
-    BEGUN = enum.auto()  # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it says.
-    STEPPING = enum.auto()  # False. A streamed step has the newest bytes of some pages on the device. Read in the host copy.
-    HIDING = enum.auto()  # True. An offload has put memory aside that it has not begun to save. Read in the host copy, once it is there.
-    VACATING = enum.auto()  # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
-    LEAVING = enum.auto()  # True, then False. `unadopt` has begun to move tensors out, and must be called again before anything else.
+    # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it
+    # says.
+    BEGUN = enum.auto()
+    # False. A streamed step has the newest bytes of some pages on the device. Read in the host
+    # copy.
+    STEPPING = enum.auto()
+    # True. An offload has put memory aside that it has not begun to save. Read in the host copy,
+    # once it is there.
+    HIDING = enum.auto()
+    # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
+    VACATING = enum.auto()
+    # True, then False. `unadopt` has begun to move tensors out, and must be called again before
+    # anything else.
+    LEAVING = enum.auto()
 
 
 @dataclass(slots=True)
 class Offload:
     """An offload under way: what it has found, and what it has still to do."""
 
-    moving_in: frozenset[int] = frozenset()  # the new storages (`_cdata`) that it takes in: who uses them follows
+    # the new storages (`_cdata`) that it takes in: who uses them follows
+    moving_in: frozenset[int] = frozenset()
     relocated: Sequence[Relocated] = ()  # storages found away from their places, which get new ones
     may_have_stray_references: bool = True
-    dropped: tuple[Range, ...] | None = None  # gradients that it drops at its commit; None: they are saved
+    # gradients that it drops at its commit; None: they are saved
+    dropped: tuple[Range, ...] | None = None
 
 
 class AdoptedStorage(Storage):
-    """The adopted storages of one object, which lie in its ranges, and what the object owns outside of these.
-    `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
+    """The adopted storages of one object, which lie in its ranges, and what the object owns outside
+    of these. `scanner`: finds new storages and gives them places; None: in ranges of this process
+    alone."""
 
     can_prefetch = True
     looks_for_nan = True  # see `Settings.nan_check`
-    on_device = False  # the decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it.
+    # the decision: whether the bytes on the device are the authoritative ones. If so, every range
+    # has memory behind it.
+    on_device = False
 
-    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, scanner: StorageScanner | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        adapter: Adapter,
+        name: str,
+        readonly: bool,
+        scanner: StorageScanner | None = None,
+    ) -> None:
         self.device = device
         self.adapter = adapter
         self.name = name
@@ -75,15 +106,21 @@ class AdoptedStorage(Storage):
         self.scanner = scanner or StorageScanner(device, adapter, name, self)
         self.object_ranges = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
-        self.calls = NO_CALLS  # refuses the object's calls before `on_device` becomes False, and allows them when all is consistent
+        # refuses the object's calls before `on_device` becomes False, and allows them when all is
+        # consistent
+        self.calls = NO_CALLS
         self._host_readers: list[threading.Event] = []
-        self.offloaded_timestamp_seconds = time.time()  # when the host copy last became the authoritative one (Unix time)
-        self.stage = Stage.SETTLED  # left before the first change of a move, and set again at the end of `make_consistent`
-        self.host_has_newest = threading.Event()  # cleared while an offload hides. Who is to be shown the host copy waits for it.
+        # when the host copy last became the authoritative one (Unix time)
+        self.offloaded_timestamp_seconds = time.time()
+        # left before the first change of a move, and set again at the end of `make_consistent`
+        self.stage = Stage.SETTLED
+        # cleared while an offload hides. Who is to be shown the host copy waits for it.
+        self.host_has_newest = threading.Event()
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
         self._num_entries = 0  # the adapter's, as of the last look
-        self.casts: WeakIdSet[Any] = WeakIdSet()  # each `CastStorage` whose weights may be left to these values, which are their masters
+        # each `CastStorage` whose weights may be left to these values, which are their masters
+        self.casts: WeakIdSet[Any] = WeakIdSet()
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -95,7 +132,13 @@ class AdoptedStorage(Storage):
 
     @cached_property
     def nan_check(self) -> NanCheck:
-        return NanCheck(self.object_ranges, self.device, self.adapter.kind, readonly=self.readonly, is_on=self.looks_for_nan)
+        return NanCheck(
+            self.object_ranges,
+            self.device,
+            self.adapter.kind,
+            readonly=self.readonly,
+            is_on=self.looks_for_nan,
+        )
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -112,7 +155,8 @@ class AdoptedStorage(Storage):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything moves."""
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything
+        moves."""
         return self.stage is Stage.LEAVING
 
     # --- measuring
@@ -129,7 +173,11 @@ class AdoptedStorage(Storage):
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
         unadopted_bytes = self.unadopted_bytes
-        return device_bytes + unadopted_bytes + self.unborn_bytes, own_bytes + aside_bytes + unadopted_bytes, aside_bytes
+        return (
+            device_bytes + unadopted_bytes + self.unborn_bytes,
+            own_bytes + aside_bytes + unadopted_bytes,
+            aside_bytes,
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -141,7 +189,11 @@ class AdoptedStorage(Storage):
 
     @property
     def disk_bytes(self) -> int:
-        return sum({spill: spill.disk_bytes for r in self.ranges if (spill := r.spill) is not None}.values())
+        return sum(
+            {
+                spill: spill.disk_bytes for r in self.ranges if (spill := r.spill) is not None
+            }.values()
+        )
 
     @property
     def host_pageable_bytes(self) -> int:
@@ -150,12 +202,21 @@ class AdoptedStorage(Storage):
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
         found = [*self.adapter.kept_by_framework()]
         for name, tensor in self.adapter.unmoved() if everywhere else ():
-            if tensor.device == self.device.torch_device and RANGES.owner_of(tensor.data_ptr()) is None:
-                found.append((f"{name}, which is no part of its state and not moved,", tensor.untyped_storage().nbytes()))
+            if (
+                tensor.device == self.device.torch_device
+                and RANGES.owner_of(tensor.data_ptr()) is None
+            ):
+                found.append(
+                    (
+                        (f"{name}, which is no part of its state and not moved,"),
+                        tensor.untyped_storage().nbytes(),
+                    )
+                )
         self.kept_by_framework = tuple(found)
 
     def measure(self) -> None:
-        """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created state."""
+        """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created
+        state."""
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
             self.adapter.follow_param_groups()
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
@@ -167,7 +228,8 @@ class AdoptedStorage(Storage):
             self.look_at_framework_memory()
 
     def look_at_unborn(self) -> None:
-        """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
+        """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a
+        second time."""
         self._num_entries = self.adapter.num_entries()
         self.adapter.follow_param_groups()
         self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
@@ -177,7 +239,8 @@ class AdoptedStorage(Storage):
         return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
 
     def follow_param_groups(self) -> bool:
-        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before. Returns whether it is one."""
+        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before.
+        Returns whether it is one."""
         if is_changed := not self.on_device and self.adapter.follow_param_groups():
             self.look_at_unborn()
         return is_changed
@@ -185,27 +248,44 @@ class AdoptedStorage(Storage):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        return self.stage is Stage.SETTLED and (self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state))
+        return self.stage is Stage.SETTLED and (
+            self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state)
+        )
 
     def _may_stream(self, state: State) -> bool:  # from its host copy
-        return state is State.SYNCING or (state is State.TRAINING and self.adapter.kind == "optimizer")
+        return state is State.SYNCING or (
+            state is State.TRAINING and self.adapter.kind == "optimizer"
+        )
 
     def check(self, name: str, state: State) -> None:
-        """Compare the memory behind the ranges with what the state needs: every chunk on the device, or none."""
+        """Compare the memory behind the ranges with what the state needs: every chunk on the
+        device, or none."""
         if state is State.CPU_OFFLOADED and self.on_device:
             raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
-        is_needed = state is not State.CPU_OFFLOADED and (self.on_device or not self._may_stream(state))
+        is_needed = state is not State.CPU_OFFLOADED and (
+            self.on_device or not self._may_stream(state)
+        )
         for number, r in enumerate(self.ranges):
-            sizes = tuple(chunk.nbytes for index in r.pages.at(Behind.OWN) if (chunk := r.pages.table[index].memory) is not None)
+            sizes = tuple(
+                chunk.nbytes
+                for index in r.pages.at(Behind.OWN)
+                if (chunk := r.pages.table[index].memory) is not None
+            )
             wanted = r.chunk_sizes if is_needed else ()
             if sizes != wanted:
                 raise IntegrityError(
-                    f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
+                    f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks "
+                    f"{wanted} behind it, but has {sizes}"
                 )
             if r.host.nbytes < r.nbytes:
-                raise IntegrityError(f"{name!r}: range {number} has {r.nbytes} bytes, but its host slab has only {r.host.nbytes}")
+                raise IntegrityError(
+                    f"{name!r}: range {number} has {r.nbytes} bytes, but its host slab has only "
+                    f"{r.host.nbytes}"
+                )
             if r.moving_in is not None:
-                raise IntegrityError(f"{name!r}: {len(r.moving_in)} storages were never moved into range {number}")
+                raise IntegrityError(
+                    f"{name!r}: {len(r.moving_in)} storages were never moved into range {number}"
+                )
 
     @property
     def leftovers(self) -> str | None:
@@ -213,26 +293,34 @@ class AdoptedStorage(Storage):
         return f"{left:,} bytes on the device" if left else None
 
     def drifted(self) -> list[tuple[str, int]]:
-        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart. On
-        the device, only a module's new tensor with the name of an adopted one is drift: loading replaces an optimizer's state."""
+        """Name and bytes of everything that is not where it should be: relocated storages, and
+        tensors that were replaced or torn apart. On the device, only a module's new tensor with the
+        name of an adopted one is drift: loading replaces an optimizer's state."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += [each for framework in self.adapter.frameworks for each in framework.replaced()]
-        born = self.scanner.rescan()  # relocated storages are in `found` already, by their addresses
+        # relocated storages are in `found` already, by their addresses
+        born = self.scanner.rescan()
         if not self.on_device:
-            return found + [(adoptee.name, adoptee.nbytes) for adoptee in (*born.lasting, *born.transient)]
+            return found + [
+                (adoptee.name, adoptee.nbytes) for adoptee in (*born.lasting, *born.transient)
+            ]
         if self.adapter.kind == "optimizer":
             return found
         replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
-        return found + [(adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced]
+        return found + [
+            (adoptee.name, adoptee.nbytes) for adoptee in born.lasting if adoptee.name in replaced
+        ]
 
     def stray_references(self) -> dict[str, int]:
         return stray_references(self.ranges, self.adapter.lasting_gradients())
 
     def count_uses(self) -> None:
-        """Count once the references that each storage has by right. Called when placement itself holds none of them."""
+        """Count once the references that each storage has by right. Called when placement itself
+        holds none of them."""
         if uncounted(self.ranges):
             self.scanner.rescan()  # since the last look rebinding has given tensors another storage
-            self.object_ranges.note_more_versions(self.scanner.versions)  # these storages have not been written yet
+            # these storages have not been written yet
+            self.object_ranges.note_more_versions(self.scanner.versions)
         count_uses(self.ranges)
 
     # --- the host copy
@@ -241,14 +329,16 @@ class AdoptedStorage(Storage):
         return self.object_ranges.find(tensor) is not None
 
     def lend_host_copy(self) -> threading.Event:
-        """Lock the host copy until the event is set, by any thread: another thread reads it, such as the writer of a checkpoint. What would
-        overwrite it or give it up waits; a load does not, because it only reads. Only the thread that moves the object lends and waits."""
+        """Lock the host copy until the event is set, by any thread: another thread reads it, such
+        as the writer of a checkpoint. What would overwrite it or give it up waits; a load does not,
+        because it only reads. Only the thread that moves the object lends and waits."""
         lock = threading.Event()
         self._host_readers = [*(each for each in self._host_readers if not each.is_set()), lock]
         return lock
 
     def wait_for_host_readers(self) -> None:
-        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it
+        is."""
         for lock in self._host_readers:
             while not lock.wait(_GLANCE_SECONDS):
                 interrupts.check()
@@ -263,10 +353,18 @@ class AdoptedStorage(Storage):
             for r in self.ranges:
                 r.note_written()
 
-    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
+    def read_host(
+        self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
+    ) -> torch.Tensor | None:
         is_on_host = self.is_on_host
-        place = self.state_dict_tensors.place_of(tensor) if is_on_host else self.object_ranges.find(tensor)
-        if place is None or (not is_on_host and (place[0].transient or place[0].moving_in is not None)):
+        place = (
+            self.state_dict_tensors.place_of(tensor)
+            if is_on_host
+            else self.object_ranges.find(tensor)
+        )
+        if place is None or (
+            not is_on_host and (place[0].transient or place[0].moving_in is not None)
+        ):
             return None
         r, offset = place
         r.pages.wait_until_saved()
@@ -276,25 +374,29 @@ class AdoptedStorage(Storage):
         return over(known[address], form_of(tensor))
 
     def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of the same form over its bytes in the host copy, for somebody who may also write there, now or later: it follows all
-        moves. None while the values are on the device, and for a tensor without a place."""
+        """A tensor of the same form over its bytes in the host copy, for somebody who may also
+        write there, now or later: it follows all moves. None while the values are on the device,
+        and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.before_shown()
         return self.state_dict_tensors.show(tensor) if self.is_on_host else None
 
     def before_shown(self) -> None:
-        """Called before the host copy is shown to somebody who may write there: see `ReplicatedStorage`."""
+        """Called before the host copy is shown to somebody who may write there: see
+        `ReplicatedStorage`."""
         if not are_only_read.get():
             self.note_change()
 
     def note_change(self, coming: Collection[object] = ()) -> None:
-        """The values may change, or are loaded together with `coming`: tell weights that are kept as a cast of them."""
+        """The values may change, or are loaded together with `coming`: tell weights that are kept
+        as a cast of them."""
         for each in self.casts:
             each.masters_change(coming)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move, also in another thread."""
+        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever
+        they move, also in another thread."""
         owner = self._owner_of(tensor)
         if owner.is_on_host:
             owner.before_shown()
@@ -312,33 +414,44 @@ class AdoptedStorage(Storage):
         return tensor if was_handed_out(tensor) else self.hand_out(tensor)
 
     def _owner_of(self, tensor: torch.Tensor) -> AdoptedStorage:
-        """The storage in whose memory a tensor of the object lies: this one, or another object's (state that is a parameter)."""
+        """The storage in whose memory a tensor of the object lies: this one, or another object's
+        (state that is a parameter)."""
         for _, part in dense_parts(tensor):
             if is_plain_type(type(part)) and has_storage(part) and not self.has_place(part):
                 owner = RANGES.owner_of(part.untyped_storage().data_ptr())
                 if not isinstance(owner, AdoptedStorage):
                     return self
                 if owner.lost is not None:
-                    raise BrokenHandleError(f"a tensor of {self.name!r} lies in {owner.name!r}, which is broken: {owner.lost}")
+                    raise BrokenHandleError(
+                        f"a tensor of {self.name!r} lies in {owner.name!r}, which is broken: "
+                        f"{owner.lost}"
+                    )
                 return owner
         return self
 
     def views_left_on_host(self) -> list[str]:
-        """The names of tensors that somebody has a view of which shows the host copy, although the values are on the device."""
-        return [name for _, name in self.state_dict_tensors.left_on_host()] if self.on_device else []
+        """The names of tensors that somebody has a view of which shows the host copy, although the
+        values are on the device."""
+        return (
+            [name for _, name in self.state_dict_tensors.left_on_host()] if self.on_device else []
+        )
 
     # --- adopting
 
     def adopt(self) -> None:
-        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place."""
+        """Adopt the object at registration: every storage gets its place, its bytes go into the
+        slab, and poison lies behind the place."""
         try:
-            was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
+            # in a call of its own: no variable here refers to a storage when uses are counted
+            was_on_device = self._adopt_all()
             self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
             self.object_ranges.note_versions(self.scanner.versions)
             if was_on_device:
-                self.device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
+                # else the old memory stays in torch's cache, where neither other processes nor our
+                # chunks can use it
+                self.device.trim()
         except BaseException:
             self.unadopt()
             raise
@@ -346,12 +459,17 @@ class AdoptedStorage(Storage):
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self._first_look()
-        return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
+        return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for(
+            [adoptee.nbytes for adoptee in born.transient]
+        )
 
     def _first_look(self) -> Scan:
-        """Look at the object, at its registration. Raises RegistrationError, before anything changes: some of it cannot be moved."""
+        """Look at the object, at its registration. Raises RegistrationError, before anything
+        changes: some of it cannot be moved."""
         born = self.scanner.rescan()
-        self.adapter.check(owned for adoptee in (*born.lasting, *born.transient) for owned in adoptee.owned)
+        self.adapter.check(
+            owned for adoptee in (*born.lasting, *born.transient) for owned in adoptee.owned
+        )
         return born
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
@@ -375,45 +493,69 @@ class AdoptedStorage(Storage):
         fresh, own = self.adopt_apart(born.lasting)
         for adoptees, transient in ((own, False), (born.transient, True)):
             if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
-                fresh.append(r)  # here its slab, to which bytes are on their way, outlives a failure of the next
+                # here its slab, to which bytes are on their way, outlives a failure of the next
+                fresh.append(r)
         self.device.sync()
         self.set_ranges(tuple(fresh))
         for new in self.ranges:
             new.move_in()
-        return any(adoptee.storage.device == self.device.torch_device for adoptee in (*born.lasting, *born.transient))
+        return any(
+            adoptee.storage.device == self.device.torch_device
+            for adoptee in (*born.lasting, *born.transient)
+        )
 
     def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
-        """Adopt, at registration, what gets ranges of another kind. Returns these, and the storages that are left."""
+        """Adopt, at registration, what gets ranges of another kind. Returns these, and the storages
+        that are left."""
         return [], adoptees
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve places for new storages (`drops`: not for gradients), start saving them. Returns ranges, and if any is not transient."""
-        fresh, any_lasts = self._adopt_leaving(drops)  # in a call of its own: no variable here refers to a storage when uses are counted
-        # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
-        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(self.stray_references())
+        """Reserve places for new storages (`drops`: not for gradients), start saving them. Returns
+        ranges, and if any is not transient."""
+        # in a call of its own: no variable here refers to a storage when uses are counted
+        fresh, any_lasts = self._adopt_leaving(drops)
+        # Counted here because the link is busy now. If there are none now, the commit, when the
+        # link is idle, need not look again.
+        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(
+            self.stray_references()
+        )
         return fresh, any_lasts
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
         self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
-        lasting = born.lasting + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.adoptee.owned[0].transient]
-        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.adoptee.owned[0].transient]
+        lasting = born.lasting + [
+            each.adoptee
+            for each in born.relocated
+            if each.adoptee.nbytes and not each.adoptee.owned[0].transient
+        ]
+        transient = born.transient + [
+            each.adoptee
+            for each in born.relocated
+            if each.adoptee.nbytes and each.adoptee.owned[0].transient
+        ]
         self.object_ranges.note_versions(self.scanner.versions)
         if drops:
             transient = self.gradients.besides(transient)
-        self._offload = Offload(frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated)
+        self._offload = Offload(
+            frozenset(adoptee.storage._cdata for adoptee in (*lasting, *transient)), born.relocated
+        )
         self.state_dict_tensors.take_over(self._offload.moving_in)
-        first = self.scanner.adopt(lasting)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
+        # by name: its slab, to which bytes are on their way, outlives a failure of the second
+        first = self.scanner.adopt(lasting)
         second = self.scanner.adopt(transient, transient=True)
         return tuple(r for r in (first, second) if r is not None), bool(lasting)
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
-        """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters on the CPU). Returns their ranges."""
+        """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters
+        on the CPU). Returns their ranges."""
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.lasting), (True, born.transient)):
-            here += sum(each.nbytes for each in adoptees if each.storage.device == self.device.torch_device)
+            here += sum(
+                each.nbytes for each in adoptees if each.storage.device == self.device.torch_device
+            )
             away = [each for each in adoptees if each.storage.device != self.device.torch_device]
             if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
                 self.set_ranges((*self.ranges, fresh))
@@ -421,24 +563,36 @@ class AdoptedStorage(Storage):
         if len(self.ranges) > len(before):
             self.scanner.align_wrappers()
             self.scanner.rescan()
-            self.object_ranges.note_more_versions(self.scanner.versions)  # the load may fail and be tried again
+            # the load may fail and be tried again
+            self.object_ranges.note_more_versions(self.scanner.versions)
         self.unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
-        """Start copying state that a streamed step has created to the host. Returns the range into which it has still to move. None where
-        there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
-        `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use."""
+        """Start copying state that a streamed step has created to the host. Returns the range into
+        which it has still to move. None where there is none, or where host memory lacks: then the
+        state stays in torch's memory, and the next step tries again. `besides`: storages (`_cdata`)
+        to leave out: those of which copies are under way, and those that the step has still to
+        use."""
         try:
-            adoptees = [adoptee for adoptee in self.scanner.rescan().lasting if adoptee.storage._cdata not in besides]
+            adoptees = [
+                adoptee
+                for adoptee in self.scanner.rescan().lasting
+                if adoptee.storage._cdata not in besides
+            ]
             return self.scanner.adopt(adoptees, in_parts=True)
         except HostMemoryError as error:
-            logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", self.name, str(error))
+            logger.warning(
+                "%s: new optimizer state stays on the device until host memory is free: %s",
+                self.name,
+                str(error),
+            )
             return None
 
     def dead(self) -> list[Range]:
-        """The ranges that nobody uses: every adopted storage has died, and no state dict that was loaded back has left a tensor there."""
+        """The ranges that nobody uses: every adopted storage has died, and no state dict that was
+        loaded back has left a tensor there."""
         if dead := [r for r in self.ranges if not r.is_alive]:
             tensors = (*(owned.tensor for owned in self.adapter.owned()), *BORROWED)
             used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -446,7 +600,8 @@ class AdoptedStorage(Storage):
         return dead
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""
+        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory
+        behind it."""
         if not gone:
             return
         if not all(r.transient for r in gone):

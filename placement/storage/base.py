@@ -1,11 +1,15 @@
-"""The storage of a handle: where its bytes are, how many there are, and what a phase transition may ask of it.
+"""The storage of a handle: where its bytes are, how many there are, and what a phase transition may
+ask of it.
 
-Every handle has one `Storage` from registration to its end, of one of four kinds. (A storage without more words is one of torch's.)
+Every handle has one `Storage` from registration to its end, of one of four kinds. (A storage
+without more words is one of torch's.)
 
 * `ManagedStorage`: placement moves the bytes between the device and a host copy.
 * `Residency` (in `engines`): a rollout engine moves its own bytes, tag by tag, when it is told to.
-* `ExternalStorage`: the object's framework places the bytes; placement measures and guards them and never moves them.
-* `NotBuilt`: there is no object yet (the factory of a `Lazy` was not called), or the object is gone.
+* `ExternalStorage`: the object's framework places the bytes; placement measures and guards them and
+  never moves them.
+* `NotBuilt`: there is no object yet (the factory of a `Lazy` was not called), or the object is
+  gone.
 
 The defaults are the answers of a storage without host copy, ranges and tags.
 """
@@ -26,30 +30,36 @@ if TYPE_CHECKING:
 
 
 class Storage(abc.ABC):
-    """Where the bytes of one handle are. Any thread may read it; changing it needs the manager's lock."""
+    """Where the bytes of one handle are. Any thread may read it; changing it needs the manager's
+    lock."""
 
     lost: str | None = None
-    """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
+    """Which values are lost, and since when; None while no value is lost. A storage with lost
+    values is not moved any more."""
     kept_by_framework: tuple[tuple[str, int], ...] = ()
-    """Name and bytes of device memory that a framework keeps for the object in every state, as of the last offload or audit."""
+    """Name and bytes of device memory that a framework keeps for the object in every state, as of
+    the last offload or audit."""
 
     # --- where the bytes are
 
     @property
     @abc.abstractmethod
     def on_device(self) -> bool:
-        """Whether the bytes on the device are the authoritative ones; for an engine, whether any of its tags is on the device."""
+        """Whether the bytes on the device are the authoritative ones; for an engine, whether any of
+        its tags is on the device."""
 
     @property
     def is_on_host(self) -> bool:
-        """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
+        """Whether values must be read from the host copy, because they have left the device or are
+        about to leave it."""
         return False
 
     # --- bytes
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:
-        """`num_bytes`, `resident_bytes` and `prefetched_bytes`: every phase transition asks every handle for them."""
+        """`num_bytes`, `resident_bytes` and `prefetched_bytes`: every phase transition asks every
+        handle for them."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +73,8 @@ class Storage(abc.ABC):
 
     @property
     def prefetched_bytes(self) -> int:
-        """Device bytes of an offloaded handle's pages that are aside: prefetched, or left there by its offload."""
+        """Device bytes of an offloaded handle's pages that are aside: prefetched, or left there by
+        its offload."""
         return self.sizes()[2]
 
     @property
@@ -73,12 +84,14 @@ class Storage(abc.ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy in host memory, and of host memory reserved for state that is not created yet; an engine's own copy."""
+        """Bytes of the host copy in host memory, and of host memory reserved for state that is not
+        created yet; an engine's own copy."""
         return 0
 
     @property
     def mirror_bytes(self) -> int:
-        """Host bytes of a rollout engine's mirror, its own copy of the weights, when it has one; `host_bytes` has them only then."""
+        """Host bytes of a rollout engine's mirror, its own copy of the weights, when it has one;
+        `host_bytes` has them only then."""
         return 0
 
     @property
@@ -91,16 +104,25 @@ class Storage(abc.ABC):
         """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
-    can_prefetch = False  # whether bytes may arrive early: placement moves them, from a host copy of this process alone
-    unadopted_bytes = 0  # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next offload
-    unborn_bytes = 0  # the part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement
-    born_bytes = 0  # the part of `unborn_bytes` that steps have created since that measurement, in torch's own memory
+    # whether bytes may arrive early: placement moves them, from a host copy of this process alone
+    can_prefetch = False
+    # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next
+    # offload
+    unadopted_bytes = 0
+    # the part of `num_bytes` for optimizer state that steps have still to create, as of the last
+    # measurement
+    unborn_bytes = 0
+    # the part of `unborn_bytes` that steps have created since that measurement, in torch's own
+    # memory
+    born_bytes = 0
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
-        """Update `kept_by_framework`; for an audit also with what is found only by looking everywhere."""
+        """Update `kept_by_framework`; for an audit also with what is found only by looking
+        everywhere."""
 
     def measure(self) -> None:
-        """Update the figures that change without placement. It is called at every phase transition, so it has to be cheap."""
+        """Update the figures that change without placement. It is called at every phase transition,
+        so it has to be cheap."""
 
     def measure_unadopted(self) -> None:
         """Update `unadopted_bytes` and `unborn_bytes`. Looks at every tensor of the object."""
@@ -110,7 +132,8 @@ class Storage(abc.ABC):
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
     resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
-    stale: str | None = None  # why the weights are invalid until they are published again; None while they are valid
+    # why the weights are invalid until they are published again; None while they are valid
+    stale: str | None = None
 
     @property
     def offloaded_tags(self) -> frozenset[str]:
@@ -127,16 +150,21 @@ class Storage(abc.ABC):
         """The address ranges in which the object's tensors lie."""
         return ()
 
-    is_complete = True  # whether every load is complete: none waits for the ranks of a group to finish it
+    # whether every load is complete: none waits for the ranks of a group to finish it
+    is_complete = True
 
     def has_place(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the ranges or in the host copy."""
         return False
 
-    def read_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None) -> torch.Tensor | None:
-        """A tensor of the same form over its bytes in the host copy, for somebody who only reads it, before it changes or under a lock of
-        `lend_host_copy`. None for a tensor that the host copy does not have now. While loaded it is right after `mirror`.
-        `storages`: the storages that were made for the same reader, by address. Tensors that shared a storage share one again."""
+    def read_host(
+        self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
+    ) -> torch.Tensor | None:
+        """A tensor of the same form over its bytes in the host copy, for somebody who only reads
+        it, before it changes or under a lock of `lend_host_copy`. None for a tensor that the host
+        copy does not have now. While loaded it is right after `mirror`. `storages`: the storages
+        that were made for the same reader, by address. Tensors that shared a storage share one
+        again."""
         return None
 
     def wait_for_readers(self) -> None:
@@ -151,21 +179,25 @@ class Storage(abc.ABC):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        """Whether a handle in this state needs no repair: no interrupted move has left anything half done."""
+        """Whether a handle in this state needs no repair: no interrupted move has left anything
+        half done."""
         return True
 
     def check(self, name: str, state: State) -> None:
-        """Raise IntegrityError, with the numbers, if what is declared and what is measured disagree."""
+        """Raise IntegrityError, with the numbers, if what is declared and what is measured
+        disagree."""
 
     @property
     def leftovers(self) -> str | None:
-        """Words for what is on the device now, for a handle that should not be there; None where nothing is."""
+        """Words for what is on the device now, for a handle that should not be there; None where
+        nothing is."""
         return None
 
     # --- the end
 
     def unadopt(self) -> None:
-        """Give every tensor ordinary memory again: on the device while resident, else on the host. Idempotent."""
+        """Give every tensor ordinary memory again: on the device while resident, else on the host.
+        Idempotent."""
 
     def detach(self) -> None:
         """Called when the manager gives the object back, which stays as it is now."""
@@ -181,18 +213,25 @@ class NotBuilt(Storage):
 
 
 class ExternalStorage(Storage):
-    """The bytes of an object whose framework places them (FSDP2's `CPUOffloadPolicy`, DeepSpeed, Megatron's hybrid optimizer).
-    `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework places them."""
+    """The bytes of an object whose framework places them (FSDP2's `CPUOffloadPolicy`, DeepSpeed,
+    Megatron's hybrid optimizer). `adapter`: finds the object's tensors; `adapter.external` says
+    which feature of the framework places them."""
 
-    on_device = True  # always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are.
+    # always true: the framework places the bytes. The handle's states say what the user may do, not
+    # where the bytes are.
+    on_device = True
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
-        self._measured_bytes = 0  # bytes of the object's tensors on the device, as of the last `measure`
+        # bytes of the object's tensors on the device, as of the last `measure`
+        self._measured_bytes = 0
 
     def sizes(self) -> tuple[int, int, int]:
-        return 0, self._measured_bytes, 0  # it needs none, because placement does not have to free memory for the object
+        # it needs none, because placement does not have to free memory for the object
+        return 0, self._measured_bytes, 0
 
     def measure(self) -> None:
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
-        self._measured_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+        self._measured_bytes = sum(
+            {each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values()
+        )

@@ -1,13 +1,15 @@
 """The record of what changes in a range after a publication.
 
-Where the host copy has the values that receivers have, an offload overwrites just what a later publication would compare with. So the old
-bytes of each page come to the device, slice by slice, before the new ones go, and are compared there in the published dtype. Positions are
-kept, not values: the newest values are in the host copy or on the device when they are published. A position whose value has come back is
-sent again.
+Where the host copy has the values that receivers have, an offload overwrites just what a later
+publication would compare with. So the old bytes of each page come to the device, slice by slice,
+before the new ones go, and are compared there in the published dtype. Positions are kept, not
+values: the newest values are in the host copy or on the device when they are published. A position
+whose value has come back is sent again.
 
-The proof of a record is by fingerprints, page by page. `since` has that of the version up to which the positions of a page are complete.
-An offload is recorded where the host copy has it. Where it has another (values were written there, an offload failed, a step was mirrored
-unseen) the page is forgotten, and what lies in it is published whole.
+The proof of a record is by fingerprints, page by page. `since` has that of the version up to which
+the positions of a page are complete. An offload is recorded where the host copy has it. Where it
+has another (values were written there, an offload failed, a step was mirrored unseen) the page is
+forgotten, and what lies in it is published whole.
 """
 
 from __future__ import annotations
@@ -24,18 +26,23 @@ from placement.devices.base import Device
 from placement.devices.host.slab import upload
 from placement.devices.memory import Copy, Direction
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type that shows a dtype's bits, by its bytes
+# the integer type that shows a dtype's bits, by its bytes
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SLICE_BYTES = 64 << 20
-"""Bytes that are compared at once. The first slice is the only one whose new bytes wait while the link carries nothing to the host. To
-start one takes the host 0.9 ms, to copy it the link 1.2 ms (H100)."""
+"""Bytes that are compared at once. The first slice is the only one whose new bytes wait while the
+link carries nothing to the host. To start one takes the host 0.9 ms, to copy it the link 1.2 ms
+(H100)."""
 SLICES = 4
-"""The number of slices on the device: while one is compared, the next ones are on their way. Each takes one and a half times its bytes."""
+"""The number of slices on the device: while one is compared, the next ones are on their way. Each
+takes one and a half times its bytes."""
 MOST = 8
-"""A record of more than one in `MOST` elements is dropped: of a slice, and of a piece. In bf16 it takes a quarter of the piece's bytes."""
+"""A record of more than one in `MOST` elements is dropped: of a slice, and of a piece. In bf16 it
+takes a quarter of the piece's bytes."""
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The values as integers. NaN is like itself there, -0.0 is not 0.0, and torch has indexing, unlike for float8_e8m0fnu or uint16."""
+    """The values as integers. NaN is like itself there, -0.0 is not 0.0, and torch has indexing,
+    unlike for float8_e8m0fnu or uint16."""
     return values.view(BITS[values.itemsize])
 
 
@@ -48,7 +55,8 @@ class RecordedPiece:
     dtype: torch.dtype
     published: torch.dtype  # the dtype in which it is compared
     found: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor is ascending; some are in several."""
+    """Positions that have changed: int32 on the CPU, to which a number is to be added. Each tensor
+    is ascending; some are in several."""
     num_found: int = 0
     is_dropped: bool = False  # whether more has changed than is recorded
 
@@ -61,7 +69,8 @@ class RecordedPiece:
         dtype = torch.int32 if self.num_elements < 1 << 31 else torch.int64
         parts = [positions.to(device).to(dtype) + first for positions, first in self.found]
         found = torch.cat([torch.empty(0, dtype=dtype, device=device), *parts])
-        return found if bool((found[1:] > found[:-1]).all()) else found.unique()  # several offloads have found some of them
+        # several offloads have found some of them
+        return found if bool((found[1:] > found[:-1]).all()) else found.unique()
 
     def add(self, positions: torch.Tensor, first: int) -> None:
         if not self.is_dropped and len(positions):
@@ -91,11 +100,20 @@ class _Slice(NamedTuple):
         """The pieces in the slice, and the elements of the slice at which each begins and ends."""
         first, size = self.start, self.run[0].dtype.itemsize
         pieces = [piece for piece in self.run if piece.start < self.end and piece.end > first]
-        return [(each, max(0, each.start - first) // size, (min(each.end, self.end) - first) // size) for each in pieces]
+        return [
+            (each, max(0, each.start - first) // size, (min(each.end, self.end) - first) // size)
+            for each in pieces
+        ]
 
     def found(self, first: int, last: int, count: int) -> torch.Tensor:
-        """The positions in the slice of the `count` elements from `first` to `last` that differ, on the device. Waits for nothing."""
-        return torch.nonzero_static(self.differs[first:last], size=count).view(-1).add_(first).to(torch.int32)
+        """The positions in the slice of the `count` elements from `first` to `last` that differ, on
+        the device. Waits for nothing."""
+        return (
+            torch.nonzero_static(self.differs[first:last], size=count)
+            .view(-1)
+            .add_(first)
+            .to(torch.int32)
+        )
 
 
 class ChangeRecord:
@@ -103,9 +121,12 @@ class ChangeRecord:
     `pieces`: what was published. Pieces that overlap one before them are not recorded.
     `prints`: the fingerprints of the published version, on the CPU."""
 
-    def __init__(self, device: Device, pieces: Iterable[RecordedPiece], prints: torch.Tensor) -> None:
+    def __init__(
+        self, device: Device, pieces: Iterable[RecordedPiece], prints: torch.Tensor
+    ) -> None:
         self._device = device
-        self.since: dict[int, int] = dict(enumerate(prints.tolist()))  # the version up to which positions are complete, by page
+        # the version up to which positions are complete, by page
+        self.since: dict[int, int] = dict(enumerate(prints.tolist()))
         self._pieces: dict[int, RecordedPiece] = {}
         self._runs: list[_Run] = []
         last: RecordedPiece | None = None
@@ -116,13 +137,18 @@ class ChangeRecord:
                 self._runs.append([])
             self._runs[-1].append(piece)
             self._pieces[piece.start] = last = piece
-        self._awaited: dict[int, int] = {}  # the new fingerprints of pages to compare when they are saved
+        # the new fingerprints of pages to compare when they are saved
+        self._awaited: dict[int, int] = {}
         self._comparing: deque[_Slice] = deque()
-        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()  # slices whose positions are on their way to the host
-        self._saved: dict[int, int] = {}  # the new fingerprints of pages whose slices are in `_comparing` and `_sent`
+        # slices whose positions are on their way to the host
+        self._sent: deque[tuple[_Slice, Callable[[], torch.Tensor]]] = deque()
+        # the new fingerprints of pages whose slices are in `_comparing` and `_sent`
+        self._saved: dict[int, int] = {}
         self._free: list[torch.Tensor] = []  # device memory for old bytes
         torch_device = device.torch_device
-        self._module: Any = None if torch_device.type == "cpu" else torch.get_device_module(torch_device)
+        self._module: Any = (
+            None if torch_device.type == "cpu" else torch.get_device_module(torch_device)
+        )
         self._stream: Any = None if self._module is None else self._module.Stream(torch_device)
 
     @property
@@ -130,19 +156,30 @@ class ChangeRecord:
         return sum(4 * piece.num_found for piece in self._pieces.values())
 
     def piece(self, start: int, *form: object) -> RecordedPiece | None:
-        """The piece that begins at this byte and has this number of elements, dtype and published dtype; None where none is recorded."""
+        """The piece that begins at this byte and has this number of elements, dtype and published
+        dtype; None where none is recorded."""
         piece = self._pieces.get(start)
-        return None if piece is None or piece.is_dropped or form != (piece.num_elements, piece.dtype, piece.published) else piece
+        return (
+            None
+            if piece is None
+            or piece.is_dropped
+            or form != (piece.num_elements, piece.dtype, piece.published)
+            else piece
+        )
 
     def has(self, pages: slice, prints: torch.Tensor) -> bool:
-        """Whether the positions in these pages are complete up to the version with these fingerprints (of all pages, on the CPU)."""
-        return all(self.since.get(index) == value for index, value in enumerate(prints[pages].tolist(), pages.start))
+        """Whether the positions in these pages are complete up to the version with these
+        fingerprints (of all pages, on the CPU)."""
+        return all(
+            self.since.get(index) == value
+            for index, value in enumerate(prints[pages].tolist(), pages.start)
+        )
 
     def expect(self, first: int, old: torch.Tensor | None, new: torch.Tensor) -> bool:
-        """Pages may be saved next: those whose fingerprints differ. Returns whether any of them will be compared.
-        `first`: the number of the first page.
-        `old`: the fingerprints of all pages in the host copy, on the CPU; None where they are unknown.
-        `new`: those of the pages from `first` on, on the device."""
+        """Pages may be saved next: those whose fingerprints differ. Returns whether any of them
+        will be compared. `first`: the number of the first page.
+        `old`: the fingerprints of all pages in the host copy, on the CPU; None where they are
+        unknown. `new`: those of the pages from `first` on, on the device."""
         for index, value in enumerate(new.tolist(), first):
             self._awaited.pop(index, None)
             since = self.since.get(index)
@@ -160,13 +197,24 @@ class ChangeRecord:
         for copy in copies:
             base = copy.host_address - pages.host.address
             for start, end, run in self._cut(base, base + copy.nbytes):
-                part = Copy(copy.device_address + start - base, copy.host_address + start - base, end - start)
+                part = Copy(
+                    copy.device_address + start - base,
+                    copy.host_address + start - base,
+                    end - start,
+                )
                 if run is None:
                     rest.append(part)
                     continue
-                with self._unless_out_of_memory():  # compare first: who has waited for the copy may take the memory that was compared
-                    self._compare(pages.on_device(part), start, run, self._bring_old(pages.host.view(start, part.nbytes)))
-                self._device.copy([part], "to_host")  # behind the current stream, which waits for the old bytes
+                # compare first: who has waited for the copy may take the memory that was compared
+                with self._unless_out_of_memory():
+                    self._compare(
+                        pages.on_device(part),
+                        start,
+                        run,
+                        self._bring_old(pages.host.view(start, part.nbytes)),
+                    )
+                # behind the current stream, which waits for the old bytes
+                self._device.copy([part], "to_host")
         self._device.copy(rest, direction)
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[int, int, _Run | None]]:
@@ -198,14 +246,17 @@ class ChangeRecord:
             self.drop()
 
     def _bring_old(self, source: torch.Tensor) -> torch.Tensor:
-        """The bytes of the host copy, in memory of the device. The current stream waits for them."""
+        """The bytes of the host copy, in memory of the device. The current stream waits for
+        them."""
         if len(self._comparing) == SLICES:
             self._take()
         if self._stream is None:
             return source.clone()
         current = self._module.current_stream(self._device.torch_device)
         if not self._free:
-            self._free.append(torch.empty(SLICE_BYTES, dtype=torch.uint8, device=self._device.torch_device))
+            self._free.append(
+                torch.empty(SLICE_BYTES, dtype=torch.uint8, device=self._device.torch_device)
+            )
             self._stream.wait_stream(current)  # for whoever had this memory before
         old = self._free.pop()
         with self._module.stream(self._stream):
@@ -214,11 +265,21 @@ class ChangeRecord:
         return old
 
     def _compare(self, new: torch.Tensor, start: int, run: _Run, old: torch.Tensor) -> None:
-        differs = torch.ne(*(bits_of(each.view(run[0].dtype).to(run[0].published)) for each in (new, old[: len(new)])))
-        self._comparing.append(_Slice(run, start, start + len(new), old, differs, self._device.ask(differs.sum().view(1))))
+        differs = torch.ne(
+            *(
+                bits_of(each.view(run[0].dtype).to(run[0].published))
+                for each in (new, old[: len(new)])
+            )
+        )
+        self._comparing.append(
+            _Slice(
+                run, start, start + len(new), old, differs, self._device.ask(differs.sum().view(1))
+            )
+        )
 
     def _take(self) -> None:
-        """Wait for the first slice that is being compared, and have what was found written to the host."""
+        """Wait for the first slice that is being compared, and have what was found written to the
+        host."""
         each = self._comparing.popleft()
         count = int(each.asked()[0])
         if self._stream is not None:
@@ -242,12 +303,17 @@ class ChangeRecord:
         """Give the positions in the first slice that was sent to the pieces there."""
         each, arrived = self._sent.popleft()
         found, inside = arrived(), each.inside()
-        edges = torch.tensor([(first, last) for _, first, last in inside], dtype=torch.int32, device="cpu")
-        for (piece, _, _), (begin, end) in zip(inside, torch.searchsorted(found, edges).tolist(), strict=True):
+        edges = torch.tensor(
+            [(first, last) for _, first, last in inside], dtype=torch.int32, device="cpu"
+        )
+        for (piece, _, _), (begin, end) in zip(
+            inside, torch.searchsorted(found, edges).tolist(), strict=True
+        ):
             piece.add(found[begin:end], (each.start - piece.start) // piece.dtype.itemsize)
 
     def finish(self) -> None:
-        """Wait until everything is compared, before a move is committed, and give the device memory back."""
+        """Wait until everything is compared, before a move is committed, and give the device memory
+        back."""
         with self._unless_out_of_memory():
             while self._comparing:
                 self._take()
@@ -258,7 +324,8 @@ class ChangeRecord:
             each.clear()
 
     def drop(self) -> None:
-        """Forget everything, and compare nothing from now on: what was published is published whole."""
+        """Forget everything, and compare nothing from now on: what was published is published
+        whole."""
         for piece in self._pieces.values():
             piece.drop()
         each: Any

@@ -1,7 +1,9 @@
-"""Host copies that leave host memory for files on a local disk, and come back before anybody needs them.
+"""Host copies that leave host memory for files on a local disk, and come back before anybody needs
+them.
 
-Whoever uses a host copy counts the use, and then looks where it is; whoever moves it looks for uses, and says that it is away, in one
-step under a lock. Another lock is held for the whole of a move: by the keeper's thread, or by who cannot wait for it.
+Whoever uses a host copy counts the use, and then looks where it is; whoever moves it looks for
+uses, and says that it is away, in one step under a lock. Another lock is held for the whole of a
+move: by the keeper's thread, or by who cannot wait for it.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from placement.devices.host.slab import Slab
 
 _NAN = 0xFF
 NO_OTHER_COPY = (
-    "and no other copy of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it "
-    "again."
+    "and no other copy of them exists. The handle stays off the device: unregister it, load a "
+    "checkpoint into the object, and register it again."
 )
-_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)  # errors of a read that tell of the kernel's memory, and nothing of the file
+# errors of a read that tell of the kernel's memory, and nothing of the file
+_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)
 _EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for the thread
 _GLANCE_SECONDS = 0.1  # how often who waits looks for a Ctrl-C
 
@@ -44,17 +47,32 @@ class Place(enum.Enum):
 
 
 class Spill:
-    """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
-    `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
-    `directory`: the folder of files; None: it leaves only where it `drops`."""
+    """The host copy in one slab, of which one range or several have a part, while it may be away
+    from host memory. `slab`, `holder`: kept alive by others alone. The holder is an
+    `AdoptedStorage`. `directory`: the folder of files; None: it leaves only where it `drops`."""
 
-    def __init__(self, slab: Slab, holder: Any, name: str, directory: str | None, counters: HandleCounters, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        holder: Any,
+        name: str,
+        directory: str | None,
+        counters: HandleCounters,
+        keeper: Keeper,
+    ) -> None:
         self.place = Place.MEMORY
-        self.is_claimed = False  # whether somebody may use its addresses until the keeper is told anew what is needed. If so, it stays.
+        # whether somebody may use its addresses until the keeper is told anew what is needed. If
+        # so, it stays.
+        self.is_claimed = False
         self.is_used = False  # whether anybody has used it since then
-        self.can_leave = False  # whether nothing but a claim or a tensor over it speaks against leaving
-        self.drops = False  # whether the device has the bytes, and its next offload copies all of them: nothing need be written
-        self.is_idle = False  # whether it is to leave although there is room for it, because nobody is expected to need it
+        # whether nothing but a claim or a tensor over it speaks against leaving
+        self.can_leave = False
+        # whether the device has the bytes, and its next offload copies all of them: nothing need be
+        # written
+        self.drops = False
+        # whether it is to leave although there is room for it, because nobody is expected to need
+        # it
+        self.is_idle = False
         self.lost: str | None = None  # which values are lost, and why; None while none is
         self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
         self._name = name
@@ -62,7 +80,8 @@ class Spill:
         self._counters = counters
         self._keeper = keeper
         self._num_uses = 0
-        self._file: DiskFile | None = None  # kept while the bytes are in host memory: what does not change need not be written again
+        # kept while the bytes are in host memory: what does not change need not be written again
+        self._file: DiskFile | None = None
         slab.before_use, slab.on_claim = self._use, self.claim
 
     @property
@@ -87,7 +106,8 @@ class Spill:
         return self.is_here and self.can_leave and not self.is_claimed
 
     def claim(self) -> None:
-        """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits for the disk if it must. Any thread."""
+        """Have the bytes in host memory, and keep them there until the keeper is told anew. Waits
+        for the disk if it must. Any thread."""
         self.is_claimed = True
         self._use()
 
@@ -97,7 +117,8 @@ class Spill:
         return self._note_use()
 
     def _use(self) -> None:
-        """Have the bytes in host memory, where they stay as long as a tensor over them lives, which must be there already."""
+        """Have the bytes in host memory, where they stay as long as a tensor over them lives, which
+        must be there already."""
         if not self._note_use():
             self._keeper.bring(self)
 
@@ -112,8 +133,8 @@ class Spill:
             raise IntegrityError(self.lost)
 
     def leave(self, goes_on: GoesOn, settle: Callable[[], object]) -> bool:
-        """Free the host memory. Returns False if somebody wants the bytes, or it was stopped. Then, and if it raises, they are in host
-        memory.
+        """Free the host memory. Returns False if somebody wants the bytes, or it was stopped. Then,
+        and if it raises, they are in host memory.
         `settle`: waits until no copy of the device uses the host copy."""
         slab, drops, num_uses = self._slab(), self.drops, self._num_uses
         if slab is None or not self.may_leave or slab.has_views:
@@ -139,11 +160,17 @@ class Spill:
         return True
 
     def come(self, goes_on: GoesOn) -> bool:
-        """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be read as it was written is lost.
-        Raises HostMemoryError: there is not enough memory now. The bytes are where they were."""
+        """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be
+        read as it was written is lost. Raises HostMemoryError: there is not enough memory now. The
+        bytes are where they were."""
         slab = self._slab()
         if slab is not None and not self.is_here:
-            if not self._renew(slab, None if self.place is Place.NOWHERE else functools.partial(self._read, slab, goes_on)):
+            if not self._renew(
+                slab,
+                None
+                if self.place is Place.NOWHERE
+                else functools.partial(self._read, slab, goes_on),
+            ):
                 return False
             self.place = Place.MEMORY
         return True
@@ -178,21 +205,37 @@ class Spill:
             damaged = file.read(slab.address, goes_on)
         except OSError as error:
             if error.errno in _FOR_NOW:
-                raise HostMemoryError(f"the host copy of {self._name!r} cannot be read from the disk now: {error.strerror}") from error
-            self._lost(slab, file, range(file.num_blocks), f"could not be read from {file.path}: {error.strerror}")
+                raise HostMemoryError(
+                    f"the host copy of {self._name!r} cannot be read from the disk now: "
+                    f"{error.strerror}"
+                ) from error
+            self._lost(
+                slab,
+                file,
+                range(file.num_blocks),
+                f"could not be read from {file.path}: {error.strerror}",
+            )
             return True
         if damaged is None:
             return False
         self._counters.disk_read_bytes += slab.nbytes
         if damaged:
-            self._lost(slab, file, damaged, f"came back from {file.path} with other bytes than were written there")
+            self._lost(
+                slab,
+                file,
+                damaged,
+                f"came back from {file.path} with other bytes than were written there",
+            )
         return True
 
     def _lost(self, slab: Slab, file: DiskFile, chunks: Sequence[int], what: str) -> None:
         for index in chunks:  # NaN, as offloaded tensors read it, rather than half of the bytes
             offset, nbytes = file.block(index)
             ctypes.memset(slab.address + offset, _NAN, nbytes)
-        self.lost = f"{chunk_words(chunks, file.num_blocks)} of the host copy of {self._name!r} {what}, {NO_OTHER_COPY}"
+        self.lost = (
+            f"{chunk_words(chunks, file.num_blocks)} of the host copy of {self._name!r} {what}, "
+            f"{NO_OTHER_COPY}"
+        )
         self._file = None
         self._forget_prints()
         if (holder := self._holder()) is not None:
@@ -221,11 +264,16 @@ class HostCopy(NamedTuple):
 
 
 def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) -> int | None:
-    """The position of the host copy, among `copies` (soonest needed first), that leaves or comes next; None when each is where it should
-    be, as far as the limit allows. Copies leave only where the limit is exceeded, where one that is needed sooner takes their place, or
-    where they are idle. `fixed_bytes` is host memory beside them that counts and cannot leave."""
+    """The position of the host copy, among `copies` (soonest needed first), that leaves or comes
+    next; None when each is where it should be, as far as the limit allows. Copies leave only where
+    the limit is exceeded, where one that is needed sooner takes their place, or where they are
+    idle. `fixed_bytes` is host memory beside them that counts and cannot leave."""
     held = fixed_bytes + sum(copy.nbytes for copy in copies if copy.is_here)
-    leaving = [index for index, copy in enumerate(copies) if copy.is_here and copy.can_leave and copy.nbytes]
+    leaving = [
+        index
+        for index, copy in enumerate(copies)
+        if copy.is_here and copy.can_leave and copy.nbytes
+    ]
     if held > limit_bytes:
         return leaving[-1] if leaving else None
     idle = [index for index in leaving if copies[index].is_idle]
@@ -243,9 +291,10 @@ def next_step(copies: Sequence[HostCopy], fixed_bytes: int, limit_bytes: int) ->
 
 
 class Keeper:
-    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead what is needed next. Who waits for a
-    host copy goes before that. Others make room for it first, and it goes over the limit where there is none to make: a phase transition
-    does not fail for that."""
+    """Keeps the host copies of one manager within `limit_bytes`, and has a thread that reads ahead
+    what is needed next. Who waits for a host copy goes before that. Others make room for it first,
+    and it goes over the limit where there is none to make: a phase transition does not fail for
+    that."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -255,12 +304,14 @@ class Keeper:
         self._order: Sequence[Spill] = ()
         self._fixed_bytes = 0
         self._wait: Callable[[], object] = lambda: None
-        self._waiting: list[Sequence[Spill]] = []  # the host copies of each caller that has the disk, or waits for it
+        # the host copies of each caller that has the disk, or waits for it
+        self._waiting: list[Sequence[Spill]] = []
         self._is_paused = True
         self._is_due = False  # whether there may be something to do for what was arranged
         self._is_stopping = False
         self._warned: set[str] = set()
-        self.waited_seconds = 0.0  # total time that callers have waited for the disk, or for memory to be freed
+        # total time that callers have waited for the disk, or for memory to be freed
+        self.waited_seconds = 0.0
         self._thread = BackgroundThread("placement-disk", self._work)
         _alive.add(self)
         self._thread.start()
@@ -269,7 +320,8 @@ class Keeper:
         """Tell what is needed when. The thread begins to work on it.
         `order`: soonest needed first.
         `fixed_bytes`: host memory that counts, beside the bytes of `order`.
-        `wait`: waits until no copy to or from the device is under way that was started before. Called before anything leaves."""
+        `wait`: waits until no copy to or from the device is under way that was started before.
+        Called before anything leaves."""
         with self._changed:
             self._order, self._fixed_bytes, self._wait = order, fixed_bytes, wait
             for spill in order:
@@ -278,19 +330,32 @@ class Keeper:
             self._changed.notify()
 
     def pause(self) -> None:
-        """Begin nothing in the background before the next `arrange`. What is under way goes on, and stops where it is claimed."""
+        """Begin nothing in the background before the next `arrange`. What is under way goes on, and
+        stops where it is claimed."""
         self._is_paused = True
 
     def bring(self, *spills: Spill) -> None:
-        """Have these host copies in host memory. Raises HostMemoryError: the machine has not enough memory for them now."""
+        """Have these host copies in host memory. Raises HostMemoryError: the machine has not enough
+        memory for them now."""
         with self._in_front(spills):
             if not self._have_room(sum(spill.nbytes - spill.held_bytes for spill in spills)):
-                self._warn("limit", f"what is needed at once does not fit host_limit_bytes ({self._limit_bytes:,}), and goes over it")
-            began, given_back = time.monotonic(), sum(spill.nbytes for spill in spills if spill.place is Place.NOWHERE)
+                self._warn(
+                    "limit",
+                    "what is needed at once does not fit host_limit_bytes "
+                    f"({self._limit_bytes:,}), and goes over it",
+                )
+            began, given_back = (
+                time.monotonic(),
+                sum(spill.nbytes for spill in spills if spill.place is Place.NOWHERE),
+            )
             for spill in spills:
                 spill.come(_unless_interrupted)
             if given_back:
-                logger.info("waited %.3f s for %d bytes of host memory that had been given back", time.monotonic() - began, given_back)
+                logger.info(
+                    "waited %.3f s for %d bytes of host memory that had been given back",
+                    time.monotonic() - began,
+                    given_back,
+                )
 
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes within the limit. False if not enough can leave."""
@@ -304,7 +369,8 @@ class Keeper:
             return self._fixed_bytes + sum(spill.held_bytes for spill in self._order)
 
     def stop(self) -> None:
-        if self._thread.is_alive():  # it is not in a forked child, in which nobody would give the lock back
+        # it is not in a forked child, in which nobody would give the lock back
+        if self._thread.is_alive():
             with self._changed:
                 self._is_stopping = True
                 self._changed.notify()
@@ -330,9 +396,14 @@ class Keeper:
                     self._changed.notify()
 
     def _have_room(self, nbytes: int) -> bool:
-        """Have host copies leave, those needed last first, until so many bytes fit. False if not enough can."""
+        """Have host copies leave, those needed last first, until so many bytes fit. False if not
+        enough can."""
         for spill in reversed(self._order):
-            if spill.may_leave and not self._is_stopping and self.held_bytes + nbytes > self._limit_bytes:
+            if (
+                spill.may_leave
+                and not self._is_stopping
+                and self.held_bytes + nbytes > self._limit_bytes
+            ):
                 self._leave(spill, _unless_interrupted)
         return self.held_bytes + nbytes <= self._limit_bytes
 
@@ -340,13 +411,19 @@ class Keeper:
         try:
             return spill.leave(lambda: goes_on() and not spill.is_claimed, self._wait)
         except Exception as error:  # the disk is full or broken, or the device is
-            self._warn("spill", f"a host copy stays in host memory, which goes over host_limit_bytes: it cannot leave: {error}")
+            self._warn(
+                "spill",
+                "a host copy stays in host memory, which goes over host_limit_bytes: it cannot "
+                f"leave: {error}",
+            )
             return False
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_stopping or (self._is_due and not self._waiting))
+                self._changed.wait_for(
+                    lambda: self._is_stopping or (self._is_due and not self._waiting)
+                )
                 if self._is_stopping:
                     return
             with self._disk:
@@ -355,13 +432,20 @@ class Keeper:
                     if self._step():
                         self._is_due = True
                 except Exception:  # whatever it was, others must get the disk
-                    logger.exception("the disk tier met an error, and goes on with the next phase transition")
+                    logger.exception(
+                        "the disk tier met an error, and goes on with the next phase transition"
+                    )
                     self._is_paused = True
 
     def _step(self) -> bool:
         with self.lock:
-            copies = [HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle) for spill in self._order]
-            position = None if self._is_paused else next_step(copies, self._fixed_bytes, self._limit_bytes)
+            copies = [
+                HostCopy(spill.nbytes, spill.is_here, spill.may_leave, spill.is_idle)
+                for spill in self._order
+            ]
+            position = (
+                None if self._is_paused else next_step(copies, self._fixed_bytes, self._limit_bytes)
+            )
             if position is None:
                 return False
             spill = self._order[position]
@@ -376,7 +460,8 @@ class Keeper:
                 self._is_paused = True
                 self._warn("memory", f"cannot read ahead: {error}")
         elif not self._leave(spill, goes_on) and goes_on():
-            spill.can_leave = False  # until the next arrangement: whatever stopped it now would stop it again
+            # until the next arrangement: whatever stopped it now would stop it again
+            spill.can_leave = False
         return True
 
     def _warn(self, what: str, text: str) -> None:
@@ -396,6 +481,7 @@ _alive: WeakIdSet[Keeper] = WeakIdSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """At interpreter exit: a thread that came back from the kernel later would crash the process."""
+    """At interpreter exit: a thread that came back from the kernel later would crash the
+    process."""
     for keeper in _alive:
         keeper.stop()

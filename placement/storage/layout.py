@@ -1,9 +1,10 @@
 """Places of storages in a new range, and how tensors are pointed there and back.
 
-The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
-follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator) gives
-each known tensor a new storage; a tensor that nobody named would stay behind, so it is refused. Everything here runs outside inference
-mode.
+The unit is the storage: everything that points into it (views, tied weights, saved tensors of a
+live graph, references held in C++) follows. The device's `Adopter` chooses the way for each
+storage. The way "rebind" (a storage born on the CPU, for an accelerator) gives each known tensor a
+new storage; a tensor that nobody named would stay behind, so it is refused. Everything here runs
+outside inference mode.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from placement.devices.memory import Addresses
 from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
-_SMALL_ALIGNMENT = 64  # the alignment below `_SMALL` bytes: enough for every vector load, so that thousands of scalars take little space
+# the alignment below `_SMALL` bytes: enough for every vector load, so that thousands of scalars
+# take little space
+_SMALL_ALIGNMENT = 64
 _SMALL = 4096
 
 
@@ -34,9 +37,14 @@ class Adoptee(NamedTuple):
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of which the aliases are views and that nobody names. Autograd keeps them as long as the view (FSDP2's padded shard)."""
+        """Tensors of which the aliases are views and that nobody names. Autograd keeps them as long
+        as the view (FSDP2's padded shard)."""
         named = {id(alias) for alias in self.aliases}
-        bases = {id(base): base for alias in self.aliases if (base := alias._base) is not None and id(base) not in named}
+        bases = {
+            id(base): base
+            for alias in self.aliases
+            if (base := alias._base) is not None and id(base) not in named
+        }
         return tuple(bases.values())
 
     @property
@@ -46,14 +54,23 @@ class Adoptee(NamedTuple):
 
 class RangeLayout:
     """Places for storages in a new range, with poison behind it. To make it touches no tensor.
-    `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
-    Raises RegistrationError: a storage cannot get a place there (`_refuse_unknown`, `Adopter.refuse`)."""
+    `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved
+    earlier. Raises RegistrationError: a storage cannot get a place there (`_refuse_unknown`,
+    `Adopter.refuse`)."""
 
-    def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        adoptees: Sequence[Adoptee],
+        reserve: Callable[[int], Addresses] | None = None,
+    ) -> None:
         self._device = device
         self._adoptees = tuple(adoptees)
         self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
-        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)  # how each gets there
+        # how each gets there
+        self.ways: tuple[Way, ...] = tuple(
+            device.adopter.way(adoptee.storage) for adoptee in adoptees
+        )
         for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(adoptee)
@@ -61,7 +78,13 @@ class RangeLayout:
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
         pooled_sizes = [self._sizes[i] for i in pooled]
         used = device.adopter.pooled_bytes(pooled_sizes)
-        places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
+        places, self.nbytes = packed(
+            [
+                0 if way == "pool" else size
+                for way, size in zip(self.ways, self._sizes, strict=True)
+            ],
+            used,
+        )
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
         device.unmap(self.addresses, self.nbytes)  # puts poison there
         self._pool: Any = None
@@ -70,10 +93,12 @@ class RangeLayout:
             self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
-        self.offsets: tuple[int, ...] = tuple(places)  # the place of each adoptee, in bytes from `addresses.base`
+        # the place of each adoptee, in bytes from `addresses.base`
+        self.offsets: tuple[int, ...] = tuple(places)
 
     def move_in(self, index: int) -> None:
-        """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
+        """Point adoptee `index` to its place and drop its old memory. The caller has saved its
+        bytes. Idempotent."""
         adoptee, way, nbytes = self._adoptees[index], self.ways[index], self._sizes[index]
         if nbytes and self._pool is not None and way == "pool":
             self._pool.take(self._pool_index[index], adoptee.storage)
@@ -81,11 +106,15 @@ class RangeLayout:
             home = self._device.view(self.addresses, self.offsets[index], nbytes).untyped_storage()
             if way == "rebind":
                 point_all((*adoptee.bases, *adoptee.aliases), home)
-            elif (adoptee.storage.data_ptr(), adoptee.storage.nbytes()) != (home.data_ptr(), nbytes):
+            elif (adoptee.storage.data_ptr(), adoptee.storage.nbytes()) != (
+                home.data_ptr(),
+                nbytes,
+            ):
                 adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:
-        """Drop the references to storages and tensors, once all have moved in. `move_in` must not be called after that."""
+        """Drop the references to storages and tensors, once all have moved in. `move_in` must not
+        be called after that."""
         self._adoptees = ()
 
 
@@ -106,14 +135,16 @@ def expected_bytes(device: Sizing, sizes: Sequence[int]) -> int:
 
 
 def chunk_sizes(device: Sizing, nbytes: int) -> tuple[int, ...]:
-    """Sizes of the chunks that are behind a range of `nbytes` while it is loaded: full ones, and a tail in multiples of the granularity."""
+    """Sizes of the chunks that are behind a range of `nbytes` while it is loaded: full ones, and a
+    tail in multiples of the granularity."""
     whole, rest = divmod(nbytes, device.chunk_bytes)
     tail = -(-rest // device.granularity) * device.granularity
     return (device.chunk_bytes,) * whole + ((tail,) if tail else ())
 
 
 def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
-    """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
+    """Aligned offsets for these sizes, one after the other from `start`, and the end of the
+    last."""
     offsets = []
     for size in sizes:
         alignment = _SMALL_ALIGNMENT if size < _SMALL else ALIGNMENT
@@ -125,29 +156,44 @@ def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
 
 
 def _refuse_unknown(adoptee: Adoptee) -> None:
-    """Raise RegistrationError unless `adoptee.aliases` can be rebound and are the only users of the storage."""
+    """Raise RegistrationError unless `adoptee.aliases` can be rebound and are the only users of the
+    storage."""
     named = {id(alias): alias for alias in adoptee.aliases}
     for alias in named.values():
-        if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg() or alias.is_quantized:
+        if (
+            alias.layout is not torch.strided
+            or alias.is_conj()
+            or alias.is_neg()
+            or alias.is_quantized
+        ):
             raise RegistrationError(
-                f"{adoptee.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
-                "conjugated or negated view. Move the object to the device before you register it."
+                f"{adoptee.name!r} cannot change device, because it is a sparse or quantised "
+                f"tensor (layout {alias.layout}), or a lazily conjugated or negated view. Move the "
+                "object to the device before you register it."
             )
     # One reference from each tensor and one from the Python object of the storage.
-    surplus = int(torch._C._storage_Use_Count(adoptee.storage._cdata)) - len(named) - len(adoptee.bases) - 1
+    surplus = (
+        int(torch._C._storage_Use_Count(adoptee.storage._cdata))
+        - len(named)
+        - len(adoptee.bases)
+        - 1
+    )
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(
-            f"{adoptee.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). Its memory is on "
-            f"{adoptee.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
-            "state dict, a detached copy, a live graph), or move the object to the device before you register it."
+            f"{adoptee.name!r}: {surplus} more user(s) of its memory than the {len(named)} known "
+            f"(shapes {shapes}). Its memory is on {adoptee.storage.device}, and moving it to the "
+            "device would leave the unknown users behind with the old values. Drop them (a state "
+            "dict, a detached copy, a live graph), or move the object to the device before you "
+            "register it."
         )
 
 
 # --- pointing tensors and storages to memory
 
 
-Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # dtype, storage offset, size and strides of a tensor
+# dtype, storage offset, size and strides of a tensor
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -164,8 +210,10 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def point(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> None:
-    """Point one tensor to a part of a storage by `.data =`. It stays an inference tensor if it is one."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # torch gives an inference tensor nothing but another one's data
+    """Point one tensor to a part of a storage by `.data =`. It stays an inference tensor if it is
+    one."""
+    # torch gives an inference tensor nothing but another one's data
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.data = as_lazy_as(tensor, over(home, form))
 
 
@@ -178,10 +226,12 @@ def point_all(tensors: Iterable[torch.Tensor], home: torch.UntypedStorage) -> No
 
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
-    """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
+    """Give a storage, for everybody who uses it, the memory of another one of any size. False where
+    torch cannot."""
     if storage.device != home.device or not base.can_swap():
         return False
-    if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
+    # torch swaps only storages of one size, or with an empty one
+    if storage.nbytes() != home.nbytes():
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
     storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     return True
@@ -195,10 +245,11 @@ def move_out(
     now: torch.Tensor,
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
-    """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the target is the range's own device, every
-    user of the storage follows. Otherwise `aliases` are pointed to the new memory, and a tensor that is not among them stays in the range.
-    `now`: the bytes, uint8, of the storage's size.
-    `homes`: the new memory of each storage, by its old address, for calls that name other aliases of the same storage."""
+    """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the
+    target is the range's own device, every user of the storage follows. Otherwise `aliases` are
+    pointed to the new memory, and a tensor that is not among them stays in the range. `now`: the
+    bytes, uint8, of the storage's size. `homes`: the new memory of each storage, by its old
+    address, for calls that name other aliases of the same storage."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

@@ -1,8 +1,10 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end. `AdoptedStorage` has all that moves nothing.
+"""The storage of an object whose bytes placement moves: the steps of its moves, and its end.
+`AdoptedStorage` has all that moves nothing.
 
-One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move.
-What is true of each page is in the page tables of its ranges. After a failure the bytes are complete on the side that the decision
-names, and `make_consistent` settles every page there and brings the tensors in line.
+One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one
+decision: setting it commits a move. What is true of each page is in the page tables of its ranges.
+After a failure the bytes are complete on the side that the decision names, and `make_consistent`
+settles every page there and brings the tensors in line.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from placement.core.call_guard import without_modes
-from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError, RegistrationError
+from placement.core.errors import (
+    DeviceMemoryError,
+    HostMemoryError,
+    IntegrityError,
+    RegistrationError,
+)
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.pages import Behind, ChunkPool, Side, fill
@@ -38,52 +45,63 @@ class MoveResult:
     nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
-        """Errors about what was found wrong with a handle, to be raised once its phase transition is complete."""
+        """Errors about what was found wrong with a handle, to be raised once its phase transition
+        is complete."""
         if self.rewritten_chunks:
             yield IntegrityError(
-                f"{name!r} is readonly, but {self.rewritten_chunks} of its chunks changed on the device; the registered values "
-                "were kept. Register it without readonly=True if it is meant to be written."
+                f"{name!r} is readonly, but {self.rewritten_chunks} of its chunks changed on the "
+                "device; the registered values were kept. Register it without readonly=True if it "
+                "is meant to be written."
             )
         if self.nan:
             yield IntegrityError(self.nan)
         if self.brought_back:
             yield IntegrityError(
-                f"{self.brought_back} of {name!r} lay in other memory than theirs when it was offloaded: something moved them "
-                "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They have new places there, "
-                "with the values that they had; a process that received the shared memory no longer sees changes. Share memory before "
-                "registering, or send copies (clone())."
+                f"{self.brought_back} of {name!r} lay in other memory than theirs when it was "
+                "offloaded: something moved them out of the handle's memory on the device "
+                "(share_memory(), a torch.multiprocessing queue). They have new places there, with "
+                "the values that they had; a process that received the shared memory no longer "
+                "sees changes. Share memory before registering, or send copies (clone())."
             )
 
 
-_SAVED_TOGETHER = 4  # the number of pages that are saved by one copy call, and known to be saved together
+# the number of pages that are saved by one copy call, and known to be saved together
+_SAVED_TOGETHER = 4
 
 
 class ManagedStorage(AdoptedStorage):
     """The bytes of one object, which come and go."""
 
     def end_calls(self, since_seconds: float) -> None:
-        """Wait for the calls that other threads are in (`CallGuard.wait`), and refuse new ones until the object is back on the device."""
+        """Wait for the calls that other threads are in (`CallGuard.wait`), and refuse new ones
+        until the object is back on the device."""
         self.calls.wait(since_seconds)
         before = self.stage
         try:
             self.stage = Stage.BEGUN
             self.calls.refuse()
             self.calls.wait(since_seconds)  # for a call that has begun between the two
-            self._wait_for_saves({tensor.untyped_storage()._cdata for tensor in self.state_dict_tensors})
+            self._wait_for_saves(
+                {tensor.untyped_storage()._cdata for tensor in self.state_dict_tensors}
+            )
         except BaseException:
             self.calls.allow()
             self.stage = before
             raise
 
     def _wait_for_saves(self, new: Collection[int]) -> None:
-        """`new`: storages (`_cdata`) that may still lie outside the ranges, such as state that the last step has made."""
+        """`new`: storages (`_cdata`) that may still lie outside the ranges, such as state that the
+        last step has made."""
         ranges = self.object_ranges
-        self.calls.wait_for_saves(lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None)
+        self.calls.wait_for_saves(
+            lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None
+        )
 
     # --- adopting what comes later
 
     def adopt_restored(self) -> None:
-        """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
+        """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go
+        straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
         elif (fresh := self.scanner.adopt(self.scanner.rescan().lasting)) is not None:
@@ -95,17 +113,20 @@ class ManagedStorage(AdoptedStorage):
             self.count_uses()
 
     def adopt_dropped(self) -> None:
-        """Adopt state that has become the offloaded optimizer's own since its offload: modules have dropped it as their gradient."""
+        """Adopt state that has become the offloaded optimizer's own since its offload: modules have
+        dropped it as their gradient."""
         if not self.on_device and self.is_consistent and self.adapter.lent_gradients():
-            with suppress(HostMemoryError):  # it stays on the device, and the next phase transition tries again
+            # it stays on the device, and the next phase transition tries again
+            with suppress(HostMemoryError):
                 self.adopt_restored()
 
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move; an offload after `end_calls`, with the device idle. From here to the end of `make_consistent` the object may be in
-        any state. If it raises because the host copy is on disk and does not fit, or values are lost, written or computed from poison, the
-        move has not begun."""
+        """Begin a move; an offload after `end_calls`, with the device idle. From here to the end of
+        `make_consistent` the object may be in any state. If it raises because the host copy is on
+        disk and does not fit, or values are lost, written or computed from poison, the move has not
+        begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:
@@ -114,7 +135,8 @@ class ManagedStorage(AdoptedStorage):
             self._begin_offload(chunk_pool)
             return
         if dead := self.dead():
-            # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
+            # Before the dead ranges are dropped: they may hold the only good values of tensors that
+            # were replaced.
             self.writes.new_unless_changed()
             dead = self.dead()
         self.stage = Stage.BEGUN
@@ -127,14 +149,25 @@ class ManagedStorage(AdoptedStorage):
         for r in self.ranges:
             r.pages.note_idle()
         self.adapter.ready()
-        torch.clear_autocast_cache()  # inside an autocast region it holds half-precision copies of weights, which would stay
-        if held := [each for each in handed_out() if self.adapter.kind == "optimizer" or each is self.state_dict_tensors]:
-            seen = self.adapter.unchanged()  # an optimizer's state may be a tensor that the state dict of its module has shown
-            live = seen.tensors if seen else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]
+        # inside an autocast region it holds half-precision copies of weights, which would stay
+        torch.clear_autocast_cache()
+        if held := [
+            each
+            for each in handed_out()
+            if self.adapter.kind == "optimizer" or each is self.state_dict_tensors
+        ]:
+            # an optimizer's state may be a tensor that the state dict of its module has shown
+            seen = self.adapter.unchanged()
+            live = (
+                seen.tensors
+                if seen
+                else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]
+            )
             for each in held:
                 each.disown(live)
         dead = self.dead()
-        if any(not r.transient for r in dead):  # before they are dropped: they have the numbers of tensors that were replaced
+        # before they are dropped: they have the numbers of tensors that were replaced
+        if any(not r.transient for r in dead):
             self.nan_check.look_at_new(self.scanner.rescan().lasting)
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
@@ -144,8 +177,9 @@ class ManagedStorage(AdoptedStorage):
             each.masters_leave(self)
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
-        """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody has got tensors of a state dict
-        meanwhile: they would read poison until `save_aside`, which has to follow either way."""
+        """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody
+        has got tensors of a state dict meanwhile: they would read poison until `save_aside`, which
+        has to follow either way."""
         self.host_has_newest.clear()
         self.stage = Stage.HIDING
         self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
@@ -154,9 +188,14 @@ class ManagedStorage(AdoptedStorage):
         return is_unseen
 
     def save_aside(self) -> None:
-        """Start saving what stays aside. Called after all of it has moved, because the driver is quick only while the link is idle."""
+        """Start saving what stays aside. Called after all of it has moved, because the driver is
+        quick only while the link is idle."""
         for r in self.ranges:
-            unsaved = [index for index in r.pages.at(Behind.ASIDE) if r.pages.table[index].newest is Side.DEVICE]
+            unsaved = [
+                index
+                for index in r.pages.at(Behind.ASIDE)
+                if r.pages.table[index].newest is Side.DEVICE
+            ]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
         if self.stage is Stage.HIDING:  # from here on, what was hidden is as good as vacated
@@ -165,12 +204,15 @@ class ManagedStorage(AdoptedStorage):
 
     @property
     def left_bytes(self) -> int:
-        """Device bytes of the pages that an offload has left aside, some of which may still be being saved."""
+        """Device bytes of the pages that an offload has left aside, some of which may still be
+        being saved."""
         return sum(r.pages.bytes_of(r.pages.left()) for r in self.ranges)
 
     def give_up_early(self, keep_bytes: int, chunk_pool: ChunkPool) -> int:
-        """Give up the pages that are aside, except for the first ones, up to `keep_bytes`. Returns the device bytes given up."""
-        if self.on_device or not self.is_consistent:  # an offload that broke off: only these pages may have the bytes
+        """Give up the pages that are aside, except for the first ones, up to `keep_bytes`. Returns
+        the device bytes given up."""
+        # an offload that broke off: only these pages may have the bytes
+        if self.on_device or not self.is_consistent:
             return 0
         given = 0
         for r in self.ranges:
@@ -183,64 +225,84 @@ class ManagedStorage(AdoptedStorage):
         return given
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
-        """Take away the memory of pages (ascending) whose bytes are on the host, or on their way there."""
+        """Take away the memory of pages (ascending) whose bytes are on the host, or on their way
+        there."""
         if self.stage is not Stage.VACATING:
-            # Another thread may be writing a checkpoint from these tensors, or be given some just now. It must never read poison.
+            # Another thread may be writing a checkpoint from these tensors, or be given some just
+            # now. It must never read poison.
             self.stage = Stage.VACATING
             self.show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
-            # For one that has begun after `end_calls`, and before what it reads was pointed to the host copy.
+            # For one that has begun after `end_calls`, and before what it reads was pointed to the
+            # host copy.
             self._wait_for_saves(self._offload.moving_in)
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(
-        self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
+        self,
+        fresh: tuple[Range, ...],
+        prints: Sequence[tuple[Range, torch.Tensor]],
+        dropped: tuple[Range, ...] | None = None,
     ) -> MoveResult:
-        """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray references and relocated storages.
-        `fresh`: ranges of the new storages.
+        """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray
+        references and relocated storages. `fresh`: ranges of the new storages.
         `prints`: the new fingerprints of the slabs.
-        `dropped`: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved."""
+        `dropped`: ranges that were not saved, because every gradient becomes None with the commit;
+        None: gradients were saved."""
         for r, now in prints:
             r.pages.prints = now
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
-        nan = self.nan_check.take(self.offloaded_timestamp_seconds)  # it names the time of the offload before
+        # it names the time of the offload before
+        nan = self.nan_check.take(self.offloaded_timestamp_seconds)
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
         self.on_device = False
-        brought_back = [each.entry.name for each in self._offload.relocated if each.adoptee.nbytes == each.entry.nbytes]
+        brought_back = [
+            each.entry.name
+            for each in self._offload.relocated
+            if each.adoptee.nbytes == each.entry.nbytes
+        ]
         return MoveResult(
-            stray_references=sum(surplus.values()), stray_names=", ".join([*surplus][:8]), brought_back=", ".join(brought_back[:8]), nan=nan
+            stray_references=sum(surplus.values()),
+            stray_names=", ".join([*surplus][:8]),
+            brought_back=", ".join(brought_back[:8]),
+            nan=nan,
         )
 
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
-            if r.pages.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value now
+            # also of a readonly object: what was written into a state dict is its value now
+            if r.pages.prints is None or r.is_shown:
                 r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
         self.state_dict_tensors.raise_written()
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent. If an
-        unfinished offload gave up memory that cannot be had back, the rest of the object is offloaded, too."""
+        """Finish a move that was committed, or undo one that was not: bring everything in line with
+        `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had back,
+        the rest of the object is offloaded, too."""
         if self.is_consistent:
             return
         if self.on_device:
-            pending = [r for r in self.ranges if r.moving_in is not None]  # prepared for an offload that was not committed
+            # prepared for an offload that was not committed
+            pending = [r for r in self.ranges if r.moving_in is not None]
             for r in pending:
                 if not r.is_replica:
                     self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
-            self.stage = Stage.BEGUN  # who asks for a value from here on is shown the side that was decided on
+            # who asks for a value from here on is shown the side that was decided on
+            self.stage = Stage.BEGUN
             self.state_dict_tensors.point_to_device()
-            # Views may still write into the host copy, so the next offload copies every chunk there. That of a readonly object stays as
-            # they leave it: the next load takes the fingerprints anew.
+            # Views may still write into the host copy, so the next offload copies every chunk
+            # there. That of a readonly object stays as they leave it: the next load takes the
+            # fingerprints anew.
             for r, _ in self.state_dict_tensors.left_on_host():
                 if self.readonly:
                     r.note_shown()
@@ -254,7 +316,8 @@ class ManagedStorage(AdoptedStorage):
         self.stage = Stage.SETTLED
 
     def _have_back(self, chunk_pool: ChunkPool) -> None:
-        """Have every page on the device. Where memory for that is gone, decide that the object is offloaded."""
+        """Have every page on the device. Where memory for that is gone, decide that the object is
+        offloaded."""
         try:
             for r in self.ranges:
                 if r.moving_in is None:
@@ -266,28 +329,32 @@ class ManagedStorage(AdoptedStorage):
             self.on_device = False
 
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
-        """Have every page on the host, and the tensors in line: of a committed offload, a load that failed, or a streamed step."""
+        """Have every page on the host, and the tensors in line: of a committed offload, a load that
+        failed, or a streamed step."""
         if (dropped := self._offload.dropped) is not None:
             self.gradients.drop(zero_buffers=False)
             staying = self.gradients.zero_lasting(dropped)
             for r in staying:
                 r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
             self.drop([r for r in dropped if r not in staying], chunk_pool)
-        if self.stage is not Stage.VACATING:  # no offload, which has waited: copies and kernels may be under way
+        # no offload, which has waited: copies and kernels may be under way
+        if self.stage is not Stage.VACATING:
             self.device.sync()
         for r in self.ranges:
             r.pages.settle(Side.HOST, chunk_pool)
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        if self.stage is Stage.STEPPING:  # take in what a streamed step has created, wherever it stopped
+        # take in what a streamed step has created, wherever it stopped
+        if self.stage is Stage.STEPPING:
             with without_modes():
                 if (fresh := self.adopt_created()) is not None:
                     self.device.sync()
                     self.set_ranges((*self.ranges, fresh))
                     fresh.move_in()
                 self.scanner.rescan()
-                self.object_ranges.note_versions(self.scanner.versions)  # the step has written the state
+                # the step has written the state
+                self.object_ranges.note_versions(self.scanner.versions)
             self.stage = Stage.BEGUN
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
@@ -303,15 +370,20 @@ class ManagedStorage(AdoptedStorage):
 
     def immovable(self) -> Iterator[RegistrationError]:
         for name, problem in self.adapter.immovable():
-            yield RegistrationError(f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
+            yield RegistrationError(
+                f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this "
+                "tensor stays."
+            )
 
     def warn_of_views(self) -> bool:
-        """Log a warning if views show the host copy of the loaded object. Returns whether there are any."""
+        """Log a warning if views show the host copy of the loaded object. Returns whether there are
+        any."""
         if names := self.views_left_on_host():
             logger.warning(
-                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
-                "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
-                "written to them is %s. Take views anew in each phase, or clone() them",
+                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and "
+                "somebody still holds them. The tensors themselves show the device now, these "
+                "views show the host copy: they do not see what is changed from here on, and what "
+                "is written to them is %s. Take views anew in each phase, or clone() them",
                 self.name,
                 ", ".join(names[:8]),
                 "the handle's value from the next offload on" if self.readonly else "lost",
@@ -319,10 +391,12 @@ class ManagedStorage(AdoptedStorage):
         return bool(names)
 
     def mirror(self) -> None:
-        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing moves and no memory is given up, for a
-        reader of the host copy (an asynchronous checkpoint). The next offload need not copy the same chunks again. Gradients are left out,
-        and storages that are new since the last offload, because they have no place in the host copy yet."""
-        if not self.on_device or self.readonly:  # the host copy of a readonly object is always right
+        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing
+        moves and no memory is given up, for a reader of the host copy (an asynchronous checkpoint).
+        The next offload need not copy the same chunks again. Gradients are left out, and storages
+        that are new since the last offload, because they have no place in the host copy yet."""
+        # the host copy of a readonly object is always right
+        if not self.on_device or self.readonly:
             return
         self.wait_for_host_readers()
         self.device.sync()
@@ -330,7 +404,9 @@ class ManagedStorage(AdoptedStorage):
         for r in self.ranges:
             if r.transient or r.moving_in is not None:
                 continue
-            r.claim()  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
+            # before the fingerprints are read: they are unknown where the slab has come back
+            # without its bytes
+            r.claim()
             host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
             device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
@@ -346,19 +422,24 @@ class ManagedStorage(AdoptedStorage):
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
             r.pages.prints = device_prints
 
-    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`, `ReplicatedStorage`. They also have an
-    # `adopt_apart` and a `before_shown` of their own
+    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`,
+    # `ReplicatedStorage`. They also have an `adopt_apart` and a `before_shown` of their own
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying chunks (ascending) that were mapped just now to the device. Returns the bytes. Ranks leave some to `complete`."""
+        """Start copying chunks (ascending) that were mapped just now to the device. Returns the
+        bytes. Ranks leave some to `complete`."""
         return fill(self.device, [(r.pages, indices)])
 
     def complete(self) -> None:
-        """Start the missing transfers of an incomplete load, once its phase transition is decided."""
+        """Start the missing transfers of an incomplete load, once its phase transition is
+        decided."""
 
-    def pages_to_save(self, r: Range, prints: torch.Tensor, changed: Sequence[int]) -> Sequence[int]:
-        """Called before an offload saves pages, with those that differ from the host copy. Returns the pages to save.
-        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
+    def pages_to_save(
+        self, r: Range, prints: torch.Tensor, changed: Sequence[int]
+    ) -> Sequence[int]:
+        """Called before an offload saves pages, with those that differ from the host copy. Returns
+        the pages to save. `prints`: the fingerprints of the range's pages, on the CPU; of a replica
+        all of them."""
         return changed
 
     @property
@@ -368,22 +449,26 @@ class ManagedStorage(AdoptedStorage):
 
     def make_host_copy_own(self, r: Range) -> None:
         """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-        Raises HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write."""
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one
+        that this process may write."""
 
     def show_host_copy(self) -> None:
-        """Point the tensors of state dicts to the host copy, as an offload does before it takes memory away. Idempotent."""
+        """Point the tensors of state dicts to the host copy, as an offload does before it takes
+        memory away. Idempotent."""
         self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
     def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
         r.pages.settle(Side.DEVICE, chunk_pool)
 
     def before_forced_offload(self, r: Range) -> None:
-        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them: see `ReplicatedStorage`."""
+        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them:
+        see `ReplicatedStorage`."""
 
     # --- leaving
 
     def _ready_to_leave(self) -> ChunkPool:
-        """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the object stays."""
+        """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the
+        object stays."""
         chunk_pool = ChunkPool(self.device)
         if self.on_device or any(r.pages.own_bytes for r in self.ranges):
             self.device.sync()
@@ -400,7 +485,8 @@ class ManagedStorage(AdoptedStorage):
         return chunk_pool
 
     def unadopt(self) -> None:
-        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
+        """Give every tensor ordinary storage again, on the device while resident, else on the host,
+        and drop the ranges. Idempotent."""
         self.note_change()
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
@@ -409,7 +495,8 @@ class ManagedStorage(AdoptedStorage):
         before = self.stage
         if self.on_device:
             self.end_calls(time.monotonic())
-        self.adapter.hands_back = True  # what the object has got and nobody can move must not keep its values here
+        # what the object has got and nobody can move must not keep its values here
+        self.adapter.hands_back = True
         try:
             chunk_pool = self._ready_to_leave()
         except BaseException:
@@ -421,7 +508,8 @@ class ManagedStorage(AdoptedStorage):
         self.stage = Stage.LEAVING
         self.scanner.unadopt(on_device=self.on_device)
         if self.on_device:
-            self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
+            # the kernels that copy the values out of the ranges have only been started
+            self.device.wait_for_work()
         self.on_device = False
         for r in self.ranges:
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)

@@ -1,24 +1,29 @@
-"""The page table of a range: where the memory and the newest bytes of each page are, and the few operations that change it.
+"""The page table of a range: where the memory and the newest bytes of each page are, and the few
+operations that change it.
 
-A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses (`OWN`), or behind addresses aside
-(`ASIDE`). Where it is not behind the own ones, poison is. Between two mappings, or after one that failed, a page has memory that is behind
-no address (`NOWHERE` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
+A page is a chunk-sized piece of a range. Its memory is nowhere, behind the range's own addresses
+(`OWN`), or behind addresses aside (`ASIDE`). Where it is not behind the own ones, poison is.
+Between two mappings, or after one that failed, a page has memory that is behind no address
+(`NOWHERE` with memory). Its newest bytes are in the host copy, on the device, or on both sides.
 
-* `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is newest.
+* `put`: memory behind pages that have none. `fill`: a copy to the device where the host copy is
+  newest.
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
-* `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next page that takes it. `discard`: the same
-  of what is aside.
+* `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next
+  page that takes it. `discard`: the same of what is aside.
 * `settle`: from any state to one side.
 
-Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours, so that the driver gets few calls.
-Each can fail in a call of the device. The table then says what is true, no bytes are lost, and `settle` is the only recovery. `newest` is
-set when a copy is started; the page's mark tells when that is so in fact, and everything here waits for the mark before it takes memory
-away.
+Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours,
+so that the driver gets few calls. Each can fail in a call of the device. The table then says what
+is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is
+started; the page's mark tells when that is so in fact, and everything here waits for the mark
+before it takes memory away.
 
-Who may change a page: the thread that holds the manager's lock (a phase transition, a streamed step, a registration or its end, a
-checkpoint), and while a phase computes the thread of a prefetch, which `Prefetcher.pause` stops. Other threads read the host copy, and
-call `wait_until_saved` before.
+Who may change a page: the thread that holds the manager's lock (a phase transition, a streamed
+step, a registration or its end, a checkpoint), and while a phase computes the thread of a prefetch,
+which `Prefetcher.pause` stops. Other threads read the host copy, and call `wait_until_saved`
+before.
 """
 
 from __future__ import annotations
@@ -62,20 +67,33 @@ class Page:
     behind: Behind = Behind.NOWHERE
     newest: Side = Side.HOST
     copied: Direction | None = None  # the direction of the last copy since the page has its memory
-    mark: Mark | None = None  # tells when that copy is complete; None while it is being started, or if starting it failed
+    # tells when that copy is complete; None while it is being started, or if starting it failed
+    mark: Mark | None = None
 
     @property
     def lacks_bytes(self) -> bool:
         """Whether it has memory behind addresses and no copy to it was started."""
-        return self.memory is not None and self.behind is not Behind.NOWHERE and self.newest is Side.HOST
+        return (
+            self.memory is not None
+            and self.behind is not Behind.NOWHERE
+            and self.newest is Side.HOST
+        )
 
 
 class Pages:
     """The page table of one range, which has these `addresses`.
     `sizes`: bytes of each page's memory: full chunks, and a tail.
-    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor fingerprinted."""
+    `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor
+    fingerprinted."""
 
-    def __init__(self, device: Device, addresses: Addresses, sizes: Sequence[int], used_bytes: int, host: HostSlab) -> None:
+    def __init__(
+        self,
+        device: Device,
+        addresses: Addresses,
+        sizes: Sequence[int],
+        used_bytes: int,
+        host: HostSlab,
+    ) -> None:
         self._device = device
         self._addresses = addresses
         self._aside: Addresses | None = None
@@ -84,14 +102,20 @@ class Pages:
         self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
-        self.own_bytes = 0  # bytes of memory behind the own addresses, or in hand between two mappings
+        # bytes of memory behind the own addresses, or in hand between two mappings
+        self.own_bytes = 0
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
-        """Fingerprints of the pages in the host copy, int64 on either device; None while it may differ from what they were made of."""
-        self.is_stale = False  # whether the host copy may have been written since the first copies to pages aside. A load discards these.
-        self.is_receiving = False  # whether the thread of a prefetch may put memory aside for more pages at any time
+        """Fingerprints of the pages in the host copy, int64 on either device; None while it may
+        differ from what they were made of."""
+        # whether the host copy may have been written since the first copies to pages aside. A load
+        # discards these.
+        self.is_stale = False
+        # whether the thread of a prefetch may put memory aside for more pages at any time
+        self.is_receiving = False
         self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
-        self.record: ChangeRecord | None = None  # compares what is saved with what the host copy had
+        # compares what is saved with what the host copy had
+        self.record: ChangeRecord | None = None
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -102,7 +126,11 @@ class Pages:
 
     def at(self, *behind: Behind) -> list[int]:
         """The pages whose memory is there, ascending."""
-        return [index for index, page in enumerate(self.table) if page.memory is not None and page.behind in behind]
+        return [
+            index
+            for index, page in enumerate(self.table)
+            if page.memory is not None and page.behind in behind
+        ]
 
     def without_memory(self) -> list[int]:
         return [index for index, page in enumerate(self.table) if page.memory is None]
@@ -112,9 +140,14 @@ class Pages:
         return [index for index in self.at(Behind.ASIDE) if self.table[index].lacks_bytes]
 
     def left(self) -> list[int]:
-        """The pages that an offload has left aside, in the order in which they are saved. No copy was in vain when these are given up."""
+        """The pages that an offload has left aside, in the order in which they are saved. No copy
+        was in vain when these are given up."""
         aside = ((index, self.table[index]) for index in self.at(Behind.ASIDE))
-        return [index for index, page in aside if page.newest is not Side.HOST and page.copied != "to_device"]
+        return [
+            index
+            for index, page in aside
+            if page.newest is not Side.HOST and page.copied != "to_device"
+        ]
 
     def bytes_of(self, indices: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, indices))
@@ -127,27 +160,42 @@ class Pages:
         return self.used_bytes_of(indices)
 
     def copies(self, indices: Iterable[int]) -> list[Copy]:
-        """The copies between these pages (ascending), wherever their memory is, and the host copy, with neighbours joined."""
+        """The copies between these pages (ascending), wherever their memory is, and the host copy,
+        with neighbours joined."""
         found = []
         for behind, run in self._runs(indices):
             start = self.starts[run[0]]
-            found.append(Copy(self._of(behind).base + start, self.host.address + start, self.used_bytes_of(run)))
+            found.append(
+                Copy(
+                    self._of(behind).base + start,
+                    self.host.address + start,
+                    self.used_bytes_of(run),
+                )
+            )
         return found
 
     def on_device(self, copy: Copy) -> torch.Tensor:
         """The device's bytes of a part of such a copy, uint8."""
         start = copy.host_address - self.host.address
         aside, own = self._aside, self._addresses
-        return self._device.view(own if aside is None or copy.device_address == own.base + start else aside, start, copy.nbytes)
+        return self._device.view(
+            own if aside is None or copy.device_address == own.base + start else aside,
+            start,
+            copy.nbytes,
+        )
 
     # --- memory
 
-    def put(self, indices: Sequence[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN) -> None:
+    def put(
+        self, indices: Sequence[int], chunk_pool: ChunkPool, behind: Behind = Behind.OWN
+    ) -> None:
         """Put memory behind pages (ascending) that have none.
 
-        Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or another handle's values, which a checkpoint
-        or a loss would take in unnoticed. So a chunk is wiped before it is mapped there: it is poison until bytes arrive. That is done
-        while earlier chunks are copied, and costs a load no time (12 GiB, H100). If it fails, memory behind no address goes to the pool.
+        Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or
+        another handle's values, which a checkpoint or a loss would take in unnoticed. So a chunk is
+        wiped before it is mapped there: it is poison until bytes arrive. That is done while earlier
+        chunks are copied, and costs a load no time (12 GiB, H100). If it fails, memory behind no
+        address goes to the pool.
         """
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
@@ -161,11 +209,15 @@ class Pages:
         try:
             self._place(indices, behind)
         except BaseException:
-            self.vacate([index for index in indices if self.table[index].behind is Behind.NOWHERE], chunk_pool)
+            self.vacate(
+                [index for index in indices if self.table[index].behind is Behind.NOWHERE],
+                chunk_pool,
+            )
             raise
 
     def show(self, indices: Iterable[int]) -> int:
-        """Put memory that is aside or in hand behind the own addresses, once its copies are complete. Returns the used bytes."""
+        """Put memory that is aside or in hand behind the own addresses, once its copies are
+        complete. Returns the used bytes."""
         away = sorted({*indices}.intersection(self.at(Behind.ASIDE, Behind.NOWHERE)))
         self.wait(away)
         self._place(away, Behind.OWN)
@@ -178,9 +230,14 @@ class Pages:
         self._place(indices, Behind.ASIDE)
 
     def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
-        """Take away the memory of pages whose bytes the host copy has, or nobody needs, once they are copied. Returns its size."""
+        """Take away the memory of pages whose bytes the host copy has, or nobody needs, once they
+        are copied. Returns its size."""
         held = sorted(index for index in indices if self.table[index].memory is not None)
-        vain = [index for index in held if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"]
+        vain = [
+            index
+            for index in held
+            if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"
+        ]
         self.wait(held)
         self._take_off(held)
         for index in held:
@@ -196,9 +253,14 @@ class Pages:
     # --- bytes
 
     def save(self, indices: Iterable[int]) -> int:
-        """Start copying those of these pages (ascending) to the host copy that are newest on the device. Returns the bytes to copy."""
+        """Start copying those of these pages (ascending) to the host copy that are newest on the
+        device. Returns the bytes to copy."""
         pages = ((index, self.table[index]) for index in indices)
-        unsaved = [index for index, page in pages if page.newest is Side.DEVICE and page.behind is not Behind.NOWHERE]
+        unsaved = [
+            index
+            for index, page in pages
+            if page.newest is Side.DEVICE and page.behind is not Behind.NOWHERE
+        ]
         if not unsaved:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
@@ -207,10 +269,16 @@ class Pages:
         return self.bytes_to_save(unsaved)
 
     def _start_saving(self, unsaved: Sequence[int]) -> None:
-        _copy(self._device, [(self, unsaved)], "to_host", None if self.record is None else partial(self.record.save, self))
+        _copy(
+            self._device,
+            [(self, unsaved)],
+            "to_host",
+            None if self.record is None else partial(self.record.save, self),
+        )
 
     def note_clean(self, indices: Iterable[int]) -> None:
-        """The host copy has the same bytes as these pages on the device, or what they have there does not count."""
+        """The host copy has the same bytes as these pages on the device, or what they have there
+        does not count."""
         for index in indices:
             page = self.table[index]
             page.newest, page.copied, page.mark = Side.BOTH, None, None
@@ -221,19 +289,23 @@ class Pages:
             self.table[index].newest = Side.DEVICE
 
     def note_filling(self, indices: Iterable[int]) -> None:
-        """Somebody else has started to bring these pages to the device, and knows when they are complete."""
+        """Somebody else has started to bring these pages to the device, and knows when they are
+        complete."""
         for index in indices:
             page = self.table[index]
             page.newest, page.copied, page.mark = Side.BOTH, "to_device", None
 
     def note_idle(self) -> None:
-        """The device has been waited for: no copy to or from pages behind the own addresses is under way."""
+        """The device has been waited for: no copy to or from pages behind the own addresses is
+        under way."""
         for page in self.table:
             if page.behind is Behind.OWN:
                 page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
-        marks = dict.fromkeys(self.table[index].mark for index in indices if self.table[index].copied is not None)
+        marks = dict.fromkeys(
+            self.table[index].mark for index in indices if self.table[index].copied is not None
+        )
         if None in marks:
             self._device.sync()
         else:
@@ -241,19 +313,23 @@ class Pages:
                 self._device.wait(mark)
 
     def wait_until_saved(self) -> None:
-        """Wait until the host copy has every byte that is on its way there. Any thread may call this."""
+        """Wait until the host copy has every byte that is on its way there. Any thread may call
+        this."""
         num_saves = self._num_saves
         if num_saves > self._num_waited_for:
             self.wait([index for index, page in enumerate(self.table) if page.copied == "to_host"])
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
-        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all memory is behind the own addresses, with
-        the newest bytes. With `HOST`, poison is there, and the host copy has the newest bytes, or gets them: pages that were saved from
-        aside, or prefetched, keep their memory there.
-        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be called then."""
+        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all
+        memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and
+        the host copy has the newest bytes, or gets them: pages that were saved from aside, or
+        prefetched, keep their memory there. Raises DeviceMemoryError: with `DEVICE`: there is not
+        enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
-            if any(page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table):
+            if any(
+                page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table
+            ):
                 self._device.sync()
                 self.show(range(len(self.table)))
                 self.put(self.without_memory(), chunk_pool)
@@ -261,9 +337,14 @@ class Pages:
                 self._device.order()
             self.note_changed(range(len(self.table)))
             return
-        if unsaved := [index for index, page in enumerate(self.table) if page.newest is Side.DEVICE]:
+        if unsaved := [
+            index for index, page in enumerate(self.table) if page.newest is Side.DEVICE
+        ]:
             self._device.sync()  # kernels on any stream
-            self._place([index for index in unsaved if self.table[index].behind is Behind.NOWHERE], Behind.OWN)
+            self._place(
+                [index for index in unsaved if self.table[index].behind is Behind.NOWHERE],
+                Behind.OWN,
+            )
             self.save(unsaved)
         self.vacate(self.at(Behind.OWN, Behind.NOWHERE), chunk_pool)
 
@@ -271,18 +352,22 @@ class Pages:
 
     def reserve_aside(self, stop: Callable[[int], object]) -> None:
         """Reserve addresses aside.
-        `stop`: makes sure that no prefetch changes a page; called before pages that are aside are given up. It takes the device bytes that
-        were copied to the device in vain."""
+        `stop`: makes sure that no prefetch changes a page; called before pages that are aside are
+        given up. It takes the device bytes that were copied to the device in vain."""
         if self._aside is None:
             self._aside = self._device.reserve(sum(self.sizes))
             self._stop = stop
 
-    def discard(self, chunk_pool: ChunkPool, *, keep: Callable[[int], bool] = lambda _: False) -> int:
+    def discard(
+        self, chunk_pool: ChunkPool, *, keep: Callable[[int], bool] = lambda _: False
+    ) -> int:
         """Give up the pages that are aside, except those to keep. Returns their device bytes."""
         given = 0
         if self.aside_bytes or self.is_receiving:
             self._stop(0)
-            given = self.vacate([index for index in self.at(Behind.ASIDE) if not keep(index)], chunk_pool)
+            given = self.vacate(
+                [index for index in self.at(Behind.ASIDE) if not keep(index)], chunk_pool
+            )
         if not self.aside_bytes:
             self.is_stale = False
         return given
@@ -297,7 +382,10 @@ class Pages:
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
         page = self.table[index]
-        for each, place, nbytes in ((page.memory, page.behind, -self.sizes[index]), (memory, behind, self.sizes[index])):
+        for each, place, nbytes in (
+            (page.memory, page.behind, -self.sizes[index]),
+            (memory, behind, self.sizes[index]),
+        ):
             if each is not None and place is Behind.ASIDE:
                 self.aside_bytes += nbytes
             elif each is not None:
@@ -306,11 +394,17 @@ class Pages:
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
         """Put the memory of pages (ascending) behind other addresses than those where it is now."""
-        away = [index for index in indices if self.table[index].memory is not None and self.table[index].behind is not behind]
+        away = [
+            index
+            for index in indices
+            if self.table[index].memory is not None and self.table[index].behind is not behind
+        ]
         for run in runs(away):
             self._take_off(run)
             chunks = [chunk for index in run if (chunk := self.table[index].memory) is not None]
-            for index in run:  # first: a Ctrl-C after the mapping must find it here. Unmapping what is not mapped does nothing
+            # first: a Ctrl-C after the mapping must find it here. Unmapping what is not mapped does
+            # nothing
+            for index in run:
                 self._set(index, self.table[index].memory, behind)
             try:
                 self._device.map(self._of(behind), chunks, self.starts[run[0]])
@@ -320,7 +414,8 @@ class Pages:
                 raise
 
     def _take_off(self, indices: Iterable[int]) -> None:
-        """Put poison behind the addresses where the memory of pages (ascending) shows. The pages have it in hand then."""
+        """Put poison behind the addresses where the memory of pages (ascending) shows. The pages
+        have it in hand then."""
         for behind, run in self._runs(indices):
             if behind is not Behind.NOWHERE:
                 self._device.unmap(self._of(behind), self.bytes_of(run), self.starts[run[0]])
@@ -333,10 +428,13 @@ class Pages:
         return addresses
 
     def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
-        """Runs of neighbours among pages (ascending) whose memory shows in one place, with that place."""
+        """Runs of neighbours among pages (ascending) whose memory shows in one place, with that
+        place."""
         run: list[int] = []
         for index in indices:
-            if run and (index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind):
+            if run and (
+                index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind
+            ):
                 yield self.table[run[0]].behind, run
                 run = []
             run.append(index)
@@ -349,15 +447,21 @@ Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
-    """Start copying those of these pages to the device that have memory and lack the bytes, by one call. Returns their bytes."""
-    lacking = [(pages, [index for index in those if pages.table[index].lacks_bytes]) for pages, those in parts]
+    """Start copying those of these pages to the device that have memory and lack the bytes, by one
+    call. Returns their bytes."""
+    lacking = [
+        (pages, [index for index in those if pages.table[index].lacks_bytes])
+        for pages, those in parts
+    ]
     _copy(device, [part for part in lacking if part[1]], "to_device")
     return sum(pages.used_bytes_of(those) for pages, those in lacking)
 
 
-def _copy(device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None) -> None:
-    """Start copying pages that have memory. Both sides count as newest from now on, and the mark tells when they are.
-    `start`: starts the copies; None: `Device.copy`."""
+def _copy(
+    device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None
+) -> None:
+    """Start copying pages that have memory. Both sides count as newest from now on, and the mark
+    tells when they are. `start`: starts the copies; None: `Device.copy`."""
     if not parts:
         return
     moving = [pages.table[index] for pages, those in parts for index in those]
@@ -379,16 +483,20 @@ def runs(indices: Iterable[int]) -> Iterator[list[int]]:
 
 
 class ChunkPool:
-    """The chunk pool of one phase transition. No chunk goes back to the driver before `release`, so a phase transition that fails asks the
-    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back frees
-    the chunk that took their room first.
-    `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
-    `left_by`: the pool that the phase transition before has left, with what was given up since. This pool takes over its chunks."""
+    """The chunk pool of one phase transition. No chunk goes back to the driver before `release`, so
+    a phase transition that fails asks the driver for nothing. There is one exception: for a size
+    that the pool does not have, chunks of other sizes make room. Going back frees the chunk that
+    took their room first. `room_bytes`: device bytes that the driver may be asked for before any
+    chunk goes back to it. The budget leaves so much. `left_by`: the pool that the phase transition
+    before has left, with what was given up since. This pool takes over its chunks."""
 
-    def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
+    def __init__(
+        self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None
+    ) -> None:
         self._device = device
         self._chunks: dict[int, deque[Chunk]] = {} if left_by is None else left_by._chunks
-        """The chunks by size, oldest first. A handle of hundreds of ranges gives up as many tails."""
+        """The chunks by size, oldest first. A handle of hundreds of ranges gives up as many
+        tails."""
         self.room_bytes = room_bytes
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -407,7 +515,8 @@ class ChunkPool:
             self._chunks.setdefault(chunk.nbytes, deque()).append(chunk)
 
     def count(self, sizes: Sequence[int], most_created: int) -> int:
-        """How many of these sizes, from the first on, can be served with at most `most_created` chunks from the driver."""
+        """How many of these sizes, from the first on, can be served with at most `most_created`
+        chunks from the driver."""
         held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
         for served, size in enumerate(sizes):
             if held[size]:
@@ -419,7 +528,8 @@ class ChunkPool:
         return len(sizes)
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Chunks of exactly these sizes, from the pool where it has them, else from the driver. Takes all or none."""
+        """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
+        Takes all or none."""
         taken: list[Chunk] = []
         try:
             for size in sizes:
@@ -448,12 +558,14 @@ class ChunkPool:
     def release(self) -> None:
         """Return all chunks to the driver, because the phase transition is committed."""
         if chunks := list(self):
-            self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
+            # out of the pool first: a released chunk must never be handed out again
+            self._chunks = {}
             self.room_bytes += sum([chunk.nbytes for chunk in chunks])
             self._device.release(*chunks)
 
     def _make_way(self) -> None:
-        """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""
+        """Return one chunk of the most frequent size to the driver. Tails are single, and needed
+        for going back."""
         held = max(self._chunks.values(), key=len)
         chunk = held.popleft()
         self.room_bytes += chunk.nbytes

@@ -1,12 +1,16 @@
-"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the storages and tensors in them.
+"""The ranges of a handle: addresses that last for its life, host slabs of the same layout, and the
+storages and tensors in them.
 
-A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
-against each other. So every adoption looks into the table of all ranges first (`RANGES`), which says who owns an address.
+A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same
+weights, would move the same bytes against each other. So every adoption looks into the table of all
+ranges first (`RANGES`), which says who owns an address.
 
-Fingerprints show which bytes of a range changed. They are computed from the bytes themselves, because `Tensor._version` can prove a tensor
-dirty, never clean: fused optimizers, collectives and writes through `.data` leave it alone. Each 8-byte word is mixed with its position and
-the results are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a
-chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+Fingerprints show which bytes of a range changed. They are computed from the bytes themselves,
+because `Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and
+writes through `.data` leave it alone. Each 8-byte word is mixed with its position and the results
+are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps
+its fingerprint with a chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood,
+"Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
@@ -40,11 +44,13 @@ STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 if only weak references are left."""
+"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
+together; 0 if only weak references are left."""
 
 
 def used_bytes(nbytes: int) -> int:
-    """The bytes that a range of `nbytes` uses: whole 8-byte words, because fingerprints are made of these."""
+    """The bytes that a range of `nbytes` uses: whole 8-byte words, because fingerprints are made of
+    these."""
     return -(-nbytes // 8) * 8
 
 
@@ -57,55 +63,81 @@ class PlacedStorage:
     offset: int
     nbytes: int
     use_count: int = 0
-    """References right after adoption, without those of tensors that adapters know (0: not counted yet). At an offload any more than these
-    are stray references."""
+    """References right after adoption, without those of tensors that adapters know (0: not counted
+    yet). At an offload any more than these are stray references."""
 
     def storage(self) -> torch.UntypedStorage | None:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
     def uses(self) -> int:
-        """References to the storage now; 0 when it is dead. Its Python object counts; the call creates it if it did not exist."""
+        """References to the storage now; 0 when it is dead. Its Python object counts; the call
+        creates it if it did not exist."""
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
 class Range:
-    """Addresses of one handle with their page table, and the storages that have a place there. The host copy has the same layout."""
+    """Addresses of one handle with their page table, and the storages that have a place there. The
+    host copy has the same layout."""
 
-    is_replica = False  # whether ranks share the host copy, or may share it again. It stays in host memory. True for a `CastRange`, too.
+    # whether ranks share the host copy, or may share it again. It stays in host memory. True for a
+    # `CastRange`, too.
+    is_replica = False
     can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, moving_in: tuple[Adoptee, ...], transient: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layout: RangeLayout,
+        slab: HostSlab,
+        moving_in: tuple[Adoptee, ...],
+        transient: bool,
+    ) -> None:
         self._device = device
         self.layout = layout
-        self.nbytes = used_bytes(layout.nbytes)  # used length. The rest of the last chunk is neither copied nor fingerprinted.
-        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)  # see `layout.chunk_sizes`
+        # used length. The rest of the last chunk is neither copied nor fingerprinted.
+        self.nbytes = used_bytes(layout.nbytes)
+        # see `layout.chunk_sizes`
+        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         self.device_bytes = sum(self.chunk_sizes)
-        self.pages = self._pages_class(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
+        self.pages = self._pages_class(
+            device, layout.addresses, self.chunk_sizes, self.nbytes, slab
+        )
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
-        self.moving_in: tuple[Adoptee, ...] | None = moving_in  # the storages that have still to move in; None once all have
+        # the storages that have still to move in; None once all have
+        self.moving_in: tuple[Adoptee, ...] | None = moving_in
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
-        self.counted: tuple[list[int], list[int]] | None = None  # the storages (`_cdata`) of `placed` and their `use_count`, once counted
-        self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
-        """The last search for stray references, if it found none: `counted`, the tables of aliases, and the reference counts of then."""
-        self.is_shown = False  # whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date.
-        self.spill: Spill | None = None  # the way of the slab's bytes to a disk and back; None where they never leave host memory
+        # the storages (`_cdata`) of `placed` and their `use_count`, once counted
+        self.counted: tuple[list[int], list[int]] | None = None
+        self.without_stray_references: (
+            tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None
+        ) = None
+        """The last search for stray references, if it found none: `counted`, the tables of aliases,
+        and the reference counts of then."""
+        # whether a state dict has shown the slab. Its holder may have written there, so `prints`
+        # may be out of date.
+        self.is_shown = False
+        # the way of the slab's bytes to a disk and back; None where they never leave host memory
+        self.spill: Spill | None = None
 
     @property
     def host(self) -> HostSlab:
-        """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes it asks for a `view`, or claims it."""
+        """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes
+        it asks for a `view`, or claims it."""
         return self.pages.host
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes read the slab, too. If so, it is written only by all of them together."""
+        """Whether other processes read the slab, too. If so, it is written only by all of them
+        together."""
         return False
 
     @property
     def held_host_bytes(self) -> int:
-        """Bytes of host memory that it holds in this process: its share of the slab, and the record of changes."""
+        """Bytes of host memory that it holds in this process: its share of the slab, and the record
+        of changes."""
         return self.host.held_bytes + self.record_bytes
 
     @property
@@ -118,9 +150,12 @@ class Range:
         if self.moving_in is None:
             return
         placed = []
-        for index, (each, offset) in enumerate(zip(self.moving_in, self.layout.offsets, strict=True)):
+        for index, (each, offset) in enumerate(
+            zip(self.moving_in, self.layout.offsets, strict=True)
+        ):
             self.layout.move_in(index)
-            ref = StorageWeakRef(each.aliases[0].untyped_storage())  # not each.storage: rebinding has given the aliases another one
+            # not each.storage: rebinding has given the aliases another one
+            ref = StorageWeakRef(each.aliases[0].untyped_storage())
             placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
@@ -131,21 +166,29 @@ class Range:
         self.placed = tuple(each for each in self.placed if each is not entry)
 
     def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
-        self.counted = self._by_storage = None  # first: they have the address of the old storage, which may be freed now
+        # first: they have the address of the old storage, which may be freed now
+        self.counted = self._by_storage = None
         entry.ref, entry.use_count = StorageWeakRef(home), 0
 
     def place_of(self, storage: torch.UntypedStorage) -> PlacedStorage | None:
-        """The place to which a storage belongs, wherever it lies now; None where it has no place in this range."""
+        """The place to which a storage belongs, wherever it lies now; None where it has no place in
+        this range."""
         if self._by_storage is None:
             coming = zip(self.moving_in or (), self.layout.offsets, strict=False)
-            places = [PlacedStorage(each.name, StorageWeakRef(each.storage), offset, each.nbytes) for each, offset in coming]
+            places = [
+                PlacedStorage(each.name, StorageWeakRef(each.storage), offset, each.nbytes)
+                for each, offset in coming
+            ]
             self._by_storage = {entry.ref.cdata: entry for entry in (*self.placed, *places)}
         return self._by_storage.get(storage._cdata)
 
     def has_any(self, addresses: Sequence[int]) -> bool:
         """Whether one of these addresses (ascending) lies in the range or in its slab."""
         bases = (self.layout.addresses.base, self.host.address)
-        return any(bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes) for base in bases)
+        return any(
+            bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes)
+            for base in bases
+        )
 
     @property
     def is_alive(self) -> bool:
@@ -153,18 +196,18 @@ class Range:
         return self.moving_in is not None or any(not placed.ref.expired() for placed in self.placed)
 
     def claim(self) -> None:
-        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
-        Raises HostMemoryError: there is not enough memory for bytes that are on disk.
-        Raises IntegrityError: values are lost."""
+        """Have the host copy in host memory until the next phase transition is over. Bytes may
+        still be on their way from the device. Raises HostMemoryError: there is not enough memory
+        for bytes that are on disk. Raises IntegrityError: values are lost."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()
 
     def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
-        """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits for bytes on their
-        way there.
-        `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
-        Raises HostMemoryError, IntegrityError: see `claim`."""
+        """A tensor over a part of the complete host copy, which stays in host memory as long as the
+        tensor lives. Waits for bytes on their way there.
+        `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost,
+        unless the loss is found only now. Raises HostMemoryError, IntegrityError: see `claim`."""
         self.pages.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)
@@ -173,36 +216,53 @@ class Range:
         return view
 
     def fingerprint(self, first: int, last: int) -> torch.Tensor:
-        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
+        """Fingerprints of chunks `first` up to `last` (not included), computed from the device;
+        int64, enqueued on the current stream."""
         sizes = self.used_sizes[first:last]
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         known = self._device.known_fingerprints(self.layout.addresses, self.starts[first], sizes)
-        return fingerprints(self.on_device(self.starts[first], sum(sizes)), sizes) if known is None else known
+        return (
+            fingerprints(self.on_device(self.starts[first], sum(sizes)), sizes)
+            if known is None
+            else known
+        )
 
     def on_device(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A tensor over a part of the range, with what is behind its addresses: the bytes on the device, or poison."""
+        """A tensor over a part of the range, with what is behind its addresses: the bytes on the
+        device, or poison."""
         return self._device.view(self.layout.addresses, offset, nbytes)
 
     @property
     def has_early(self) -> bool:
-        """Whether pages of it are aside, or will be while the phase computes. Copies between them and the slab may begin at any time."""
+        """Whether pages of it are aside, or will be while the phase computes. Copies between them
+        and the slab may begin at any time."""
         return bool(self.pages.aside_bytes) or self.pages.is_receiving
 
     def note_written(self) -> None:
-        """The slab has changed, or is about to: forget its fingerprints, and do not use what was prefetched."""
+        """The slab has changed, or is about to: forget its fingerprints, and do not use what was
+        prefetched."""
         self.pages.prints = None
         self.pages.is_stale = True
 
     def note_shown(self) -> None:
-        """The slab is shown to a caller who may write there as long as the range is offloaded: do not use what was prefetched."""
+        """The slab is shown to a caller who may write there as long as the range is offloaded: do
+        not use what was prefetched."""
         self.is_shown = True
         self.pages.is_stale = True
 
     def outside(self) -> list[PlacedStorage]:
-        """The relocated storages: alive, but not at their place, because somebody changed their pointer."""
-        base, alive = self.layout.addresses.base, [(entry, entry.storage()) for entry in self.placed]
-        return [entry for entry, storage in alive if storage is not None and storage.data_ptr() != base + entry.offset]
+        """The relocated storages: alive, but not at their place, because somebody changed their
+        pointer."""
+        base, alive = (
+            self.layout.addresses.base,
+            [(entry, entry.storage()) for entry in self.placed],
+        )
+        return [
+            entry
+            for entry, storage in alive
+            if storage is not None and storage.data_ptr() != base + entry.offset
+        ]
 
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
@@ -212,8 +272,8 @@ RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
 
 
 def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing waits for the host.
-    `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
+    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing
+    waits for the host. `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
     `sizes`: bytes of each piece, multiples of 8."""
     if not sizes:
         return torch.empty(0, dtype=torch.int64, device=data.device)
@@ -226,8 +286,8 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
-    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all where none are.
-    `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
+    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all
+    where none are. `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
     `first`: the number of the first chunk."""
     places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
     return [first + index for index in places]
@@ -235,20 +295,27 @@ def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -
 
 @functools.cache
 def _kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
+    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile
+    (it needs a C compiler)."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
         kernel.fingerprints(torch.zeros(1, dtype=torch.int64, device=device), [8])
-    except Exception as error:  # a missing compiler shows as errors of many kinds, and none of them may fail an offload
-        logger.warning("Triton's kernel for fingerprints does not run here, so they take about three times as long: %s", error)
+    # a missing compiler shows as errors of many kinds, and none of them may fail an offload
+    except Exception as error:
+        logger.warning(
+            "Triton's kernel for fingerprints does not run here, so they take about three times as "
+            "long: %s",
+            error,
+        )
         return None
     return kernel
 
 
 def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The definition of fingerprints, used where Triton does not run. It takes about three times as long, and temporaries of 3 pieces."""
+    """The definition of fingerprints, used where Triton does not run. It takes about three times as
+    long, and temporaries of 3 pieces."""
     keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(STEP)
     out = []
     for piece in words.split([size // 8 for size in sizes]):
@@ -271,14 +338,16 @@ T = TypeVar("T")
 
 
 class AddressMap(Generic[T]):
-    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what lies there)."""
+    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what
+    lies there)."""
 
     def __init__(self, spans: Iterable[tuple[int, int, T]] = ()) -> None:
         self._spans = sorted(spans, key=operator.itemgetter(0))
         self._bases = [base for base, _, _ in self._spans]
 
     def at(self, address: int) -> tuple[T, int] | None:
-        """The value of the span that an address lies in, and the offset of the address there; None where it lies in none."""
+        """The value of the span that an address lies in, and the offset of the address there; None
+        where it lies in none."""
         index = bisect.bisect_right(self._bases, address) - 1
         if index < 0 or address >= self._spans[index][1]:
             return None
@@ -288,11 +357,15 @@ class AddressMap(Generic[T]):
         """The value of the span that each address lies in; None where it lies in none."""
         spans, asked = [(0, 0, None), *self._spans], list(addresses)
         indices = map(bisect.bisect_right, itertools.repeat(self._bases), asked)
-        return (spans[index][2] if address < spans[index][1] else None for address, index in zip(asked, indices, strict=True))
+        return (
+            spans[index][2] if address < spans[index][1] else None
+            for address, index in zip(asked, indices, strict=True)
+        )
 
 
 class Owner(Protocol):
-    """The `ManagedStorage` that a range belongs to. (The owners of an optimizer's handle are the handles of modules.)"""
+    """The `ManagedStorage` that a range belongs to. (The owners of an optimizer's handle are the
+    handles of modules.)"""
 
     name: str
 
@@ -301,14 +374,16 @@ class Owner(Protocol):
 
 
 class _RangeOwners:
-    """The owner of each range, by its device addresses. There is no lock: a garbage collection in the middle of a call may drop a manager,
-    whose ranges then go in the same thread. `_map` is made anew at the first question after a change."""
+    """The owner of each range, by its device addresses. There is no lock: a garbage collection in
+    the middle of a call may drop a manager, whose ranges then go in the same thread. `_map` is made
+    anew at the first question after a change."""
 
     def __init__(self) -> None:
         self._owners: WeakIdSet[Owner] = WeakIdSet()
         self._changes = itertools.count(1)
         self._change = 0
-        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())  # the number of the last change in it, and the map
+        # the number of the last change in it, and the map
+        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
 
     def note(self, owner: Owner) -> None:
         """Note that an owner has got or dropped ranges."""
@@ -319,11 +394,21 @@ class _RangeOwners:
         return self.owners_of((address,))[0]
 
     def owners_of(self, addresses: Iterable[int]) -> list[Owner | None]:
-        """The owner of the range that each address lies in; None where there is no range, or its owner is gone."""
+        """The owner of the range that each address lies in; None where there is no range, or its
+        owner is gone."""
         change, known = self._map
         if change != self._change:
-            change, living = self._change, [(r.layout.addresses.base, r.nbytes, owner) for owner in self._owners for r in owner.ranges]
-            known = AddressMap((base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living)
+            change, living = (
+                self._change,
+                [
+                    (r.layout.addresses.base, r.nbytes, owner)
+                    for owner in self._owners
+                    for r in owner.ranges
+                ],
+            )
+            known = AddressMap(
+                (base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living
+            )
             self._map = change, known
         return [None if found is None else found() for found in known.all_at(addresses)]
 
@@ -351,11 +436,14 @@ class Place(NamedTuple):
 
     def on_host(self) -> torch.Tensor:
         """A tensor with the registered values, over the host copy."""
-        return over(self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form)
+        return over(
+            self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form
+        )
 
 
 class Versions(NamedTuple):
-    """The version counters of an object's tensors at one look. Views share a counter, but a tensor bound by `.data =` has its own."""
+    """The version counters of an object's tensors at one look. Views share a counter, but a tensor
+    bound by `.data =` has its own."""
 
     storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
     versions: Sequence[int] = ()
@@ -368,17 +456,32 @@ class Versions(NamedTuple):
         return Versions([key for key, _ in kept], [version for _, version in kept])
 
     def written_since(self, before: Versions) -> set[int]:
-        """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
+        """The storages that were written since an earlier look. One that has got or lost a tensor
+        since is not compared."""
         if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
         now, known = self._by_storage(), before._by_storage()
-        changed = {key: (versions, now.get(key, [])) for key, versions in known.items() if now.get(key) != versions}
-        # No write lowers a counter. Where one is lower, `.data` of several tensors has changed places, and a counter went with each.
+        changed = {
+            key: (versions, now.get(key, []))
+            for key, versions in known.items()
+            if now.get(key) != versions
+        }
+        # No write lowers a counter. Where one is lower, `.data` of several tensors has changed
+        # places, and a counter went with each.
         is_moved = any(sum(versions) < sum(old) for old, versions in changed.values())
-        moved = Counter(version for old, _ in changed.values() for version in old) if is_moved else Counter()
+        moved = (
+            Counter(version for old, _ in changed.values() for version in old)
+            if is_moved
+            else Counter()
+        )
         pairs = [(key, old, new) for key, (old, new) in changed.items() if len(new) == len(old)]
-        raised = Counter(version for _, _, new in pairs for version in new) - moved  # a counter that moved explains one, and no more
-        return {key for key, old, new in pairs if sum(new) > sum(old) and not raised.keys().isdisjoint(new)}
+        # a counter that moved explains one, and no more
+        raised = Counter(version for _, _, new in pairs for version in new) - moved
+        return {
+            key
+            for key, old, new in pairs
+            if sum(new) > sum(old) and not raised.keys().isdisjoint(new)
+        }
 
     def _by_storage(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -388,41 +491,55 @@ class Versions(NamedTuple):
 
 
 class ObjectRanges:
-    """The ranges of one object, and the places, forms and version counters of its tensors, as of its last offload. Holds no tensor."""
+    """The ranges of one object, and the places, forms and version counters of its tensors, as of
+    its last offload. Holds no tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._addresses: dict[str, int] = {}  # the address of the storage, by the tensor's name
-        self._forms: dict[str, Form] = {}  # equal forms are one object: each object more is one more for the garbage collector
-        self._outlines: dict[str, Outline] = {}  # the outlines of wrappers, by the names of their parts
+        # equal forms are one object: each object more is one more for the garbage collector
+        self._forms: dict[str, Form] = {}
+        # the outlines of wrappers, by the names of their parts
+        self._outlines: dict[str, Outline] = {}
         self._other_names: Mapping[str, str] = {}
         self.versions = Versions()
-        self.may_be_written = False  # whether values may be, though not gradients: tensors of a state dict share the counters
-        self.told: dict[int, StorageWeakRef] = {}  # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
+        # whether values may be, though not gradients: tensors of a state dict share the counters
+        self.may_be_written = False
+        # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
+        self.told: dict[int, StorageWeakRef] = {}
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:
         self.all = ranges
-        self._map = AddressMap((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
+        self._map = AddressMap(
+            (base, base + r.nbytes, r)
+            for r in ranges
+            for base in (r.layout.addresses.base, r.host.address)
+        )
 
     def at(self, address: int) -> tuple[Range, int] | None:
-        """The range that an address lies in, behind its own addresses or in its slab, and the offset there; None for no range."""
+        """The range that an address lies in, behind its own addresses or in its slab, and the
+        offset there; None for no range."""
         return self._map.at(address)
 
     def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The range that a tensor's storage begins in, as for `at`, and the offset there; None for no range."""
+        """The range that a tensor's storage begins in, as for `at`, and the offset there; None for
+        no range."""
         return self._map.at(tensor.untyped_storage().data_ptr())
 
     def named_places(self) -> dict[str, Place]:
-        """The places of what lasts, by name. What a forward has left under a name is no earlier value of a parameter of that name."""
+        """The places of what lasts, by name. What a forward has left under a name is no earlier
+        value of a parameter of that name."""
         return self.places([r for r in self.all if not r.transient])
 
     def note_versions(self, versions: Versions) -> None:
-        """Take these version counters as those of the offload: later writes count as written while offloaded."""
+        """Take these version counters as those of the offload: later writes count as written while
+        offloaded."""
         self.versions, self.may_be_written = versions, False
 
     def note_more_versions(self, versions: Versions) -> None:
-        """Add the counters of storages that were found for the first time now. Counters noted earlier stay."""
+        """Add the counters of storages that were found for the first time now. Counters noted
+        earlier stay."""
         self.versions = versions.but(self.versions, among={*self.versions.storages})
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
@@ -433,26 +550,43 @@ class ObjectRanges:
     def add_places(self, fresh: Range) -> None:
         """Add the places of the tensors that are about to move into a new range."""
         places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
-        self._add((owned, fresh.layout.addresses.base + offset) for adoptee, offset in places for owned in adoptee.owned)
+        self._add(
+            (owned, fresh.layout.addresses.base + offset)
+            for adoptee, offset in places
+            for owned in adoptee.owned
+        )
 
     def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
         outlines: dict[int, Outline] = {}
         forms = {form: form for form in self._forms.values()}
         for owned, address in found:
             form = form_of(owned.tensor)
-            self._addresses[owned.name], self._forms[owned.name] = address, forms.setdefault(form, form)
-            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
+            self._addresses[owned.name], self._forms[owned.name] = (
+                address,
+                forms.setdefault(form, form),
+            )
+            # a sparse tensor is no wrapper: it is restored by its parts
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):
                 if id(owned.wrapper) not in outlines:
                     outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
-        found = {name: Place(*entries[address], self._forms[name]) for name, address in self._addresses.items() if address in entries}
-        return {other: found[name] for other, name in self._others(found) if other not in found} | found
+        entries = {
+            r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed
+        }
+        found = {
+            name: Place(*entries[address], self._forms[name])
+            for name, address in self._addresses.items()
+            if address in entries
+        }
+        return {
+            other: found[name] for other, name in self._others(found) if other not in found
+        } | found
 
     def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
+        """Pairs of another name and the known one, for tensors, their parts and their gradients
+        that have several names."""
         others: dict[str, list[str]] = {}
         for other, first in self._other_names.items():
             others.setdefault(first, []).append(other)
@@ -461,4 +595,6 @@ class ObjectRanges:
                 yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
 
     def outlines(self) -> dict[str, Outline]:
-        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
+        return {
+            other: self._outlines[name] for other, name in self._others(self._outlines)
+        } | self._outlines

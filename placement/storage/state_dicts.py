@@ -1,12 +1,15 @@
-"""Tensors of state dicts that placement handed out. They follow the handle, and what is written into them is counted.
+"""Tensors of state dicts that placement handed out. They follow the handle, and what is written
+into them is counted.
 
-A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
-pointed to the host copy when the bytes go there, and back to the device when the bytes return. The parts of a wrapper (a DTensor) follow,
-and its device is corrected. A forked child has neither memory: there such tensors raise at every use.
+A state dict's tensors alias the live ones, so after the next offload they would read poison.
+Instead, those that are still alive are pointed to the host copy when the bytes go there, and back
+to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its device is
+corrected. A forked child has neither memory: there such tensors raise at every use.
 
-Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which must
-not use values that changed after its forward. A tensor over the host copy has a counter of its own, because a legitimate write there must
-be told from a wrong one into poison. So a load raises the counters of what was written.
+Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look
+at it, and so does a backward, which must not use values that changed after its forward. A tensor
+over the host copy has a counter of its own, because a legitimate write there must be told from a
+wrong one into poison. So a load raises the counters of what was written.
 """
 
 from __future__ import annotations
@@ -30,10 +33,21 @@ from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
 from placement.storage.nan_check import has_nan
 from placement.storage.range import ObjectRanges, Range
-from placement.tensors.plain import align, has_storage, is_plain_type, is_sparse, is_wrapper, made_of, parts_of, rewrapped, version_of
+from placement.tensors.plain import (
+    align,
+    has_storage,
+    is_plain_type,
+    is_sparse,
+    is_wrapper,
+    made_of,
+    parts_of,
+    rewrapped,
+    version_of,
+)
 
 are_only_read: ContextVar[bool] = ContextVar("are_only_read", default=False)
-"""Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that is being saved."""
+"""Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that
+is being saved."""
 _Span = tuple[int, int]  # addresses in host memory, from the first up to the last (not included)
 
 
@@ -42,18 +56,26 @@ class HostVersions:
 
     def __init__(self) -> None:
         self._tensors: dict[_Span, tuple[torch.Tensor, int]] = {}
-        """An empty tensor by the bytes that are shown, with the counter of the tensors over them, and its version at the last load."""
-        self._wrappers: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]] = {}
-        """Wrappers by identity, whose writes do not count in their parts; each with a tensor that has only its counter, and its parts."""
-        self._written: set[_Span] = set()  # the bytes that were written through wrappers, as far as that has been noticed
+        """An empty tensor by the bytes that are shown, with the counter of the tensors over them,
+        and its version at the last load."""
+        self._wrappers: dict[
+            int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]
+        ] = {}
+        """Wrappers by identity, whose writes do not count in their parts; each with a tensor that
+        has only its counter, and its parts."""
+        # the bytes that were written through wrappers, as far as that has been noticed
+        self._written: set[_Span] = set()
 
     def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
-        """Give a tensor the version counter of the bytes that it shows, which begins at the version of the object's own tensor."""
+        """Give a tensor the version counter of the bytes that it shows, which begins at the version
+        of the object's own tensor."""
         with torch.inference_mode(False):
             span = _span(host)
             if span not in self._tensors:
                 self._tensors[span] = torch.empty(0, device="cpu"), version
-                torch._C._autograd._unsafe_set_version_counter((self._tensors[span][0],), (version,))
+                torch._C._autograd._unsafe_set_version_counter(
+                    (self._tensors[span][0],), (version,)
+                )
             counter, _ = self._tensors[span]
             shown = counter.detach()
             shown.data = host
@@ -63,9 +85,14 @@ class HostVersions:
         """Count the writes through a new wrapper."""
         if id(wrapper) in self._wrappers or len(self._wrappers) % 256 == 255:
             self._forget_dead()
-        with torch._C._DisableTorchDispatch():  # a plain tensor instead of one more wrapper, which would keep the parts
+        # a plain tensor instead of one more wrapper, which would keep the parts
+        with torch._C._DisableTorchDispatch():
             counter = wrapper.detach()
-        self._wrappers[id(wrapper)] = weakref.ref(wrapper), counter, [_span(part) for _, part in parts_of(wrapper, "")]
+        self._wrappers[id(wrapper)] = (
+            weakref.ref(wrapper),
+            counter,
+            [_span(part) for _, part in parts_of(wrapper, "")],
+        )
 
     def _forget_dead(self) -> None:
         for key, (wrapper, counter, spans) in [*self._wrappers.items()]:
@@ -74,29 +101,50 @@ class HostVersions:
                 del self._wrappers[key]
 
     def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
-        """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
-        `are_held`: whether anybody still has a tensor that shows the host copy, and may write again."""
+        """Raise the counters of the object's tensors whose bytes in the host copy were written
+        since the last load. `are_held`: whether anybody still has a tensor that shows the host
+        copy, and may write again."""
         self._forget_dead()
         counters = [*self._tensors.items()]
-        written, self._written = sorted(self._written.union(s for s, (counter, noted) in counters if counter._version != noted)), set()
+        written, self._written = (
+            sorted(
+                self._written.union(
+                    s for s, (counter, noted) in counters if counter._version != noted
+                )
+            ),
+            set(),
+        )
         if not are_held:
             self._tensors, self._wrappers = {}, {}
         if not written:
             return
-        self._tensors.update((span, (counter, counter._version)) for span, (counter, _) in counters if are_held)
-        starts, ends = [start for start, _ in written], [*itertools.accumulate((end for _, end in written), max)]
+        self._tensors.update(
+            (span, (counter, counter._version)) for span, (counter, _) in counters if are_held
+        )
+        starts, ends = (
+            [start for start, _ in written],
+            [*itertools.accumulate((end for _, end in written), max)],
+        )
         for owned in adapter.owned():
             if (place := ranges.find(owned.tensor)) is not None and not owned.tensor.is_inference():
-                to_host = place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
+                to_host = (
+                    place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
+                )
                 first, last = _span(owned.tensor)
                 before = bisect.bisect_left(starts, last + to_host)
                 if before and ends[before - 1] > first + to_host:
-                    torch.autograd.graph.increment_version(owned.tensor if owned.wrapper is None else owned.wrapper)
+                    torch.autograd.graph.increment_version(
+                        owned.tensor if owned.wrapper is None else owned.wrapper
+                    )
 
 
 def _span(tensor: torch.Tensor) -> _Span:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * bool(tensor.numel())
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * bool(
+        tensor.numel()
+    )
 
 
 class StateDictTensors:
@@ -106,37 +154,59 @@ class StateDictTensors:
         self._device = device
         self._adapter = adapter
         self._ranges = ranges
-        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()  # plain tensors that were handed out, and the parts of wrappers
+        # plain tensors that were handed out, and the parts of wrappers
+        self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
-        self._storages: dict[int, StorageWeakRef] = {}  # the storage over each address that was handed out, while anybody holds it
+        # the storage over each address that was handed out, while anybody holds it
+        self._storages: dict[int, StorageWeakRef] = {}
         self._versions = HostVersions()
-        self.num_pointings = 0  # how often all tensors were pointed elsewhere, which may miss what is just handed out: see `hand_out`
+        # how often all tensors were pointed elsewhere, which may miss what is just handed out: see
+        # `hand_out`
+        self.num_pointings = 0
         _IN_USE.add(self)
 
-    def _at(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same form over a storage at another address, made if there is none: tensors that shared one share one again."""
+    def _at(
+        self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """A tensor of the same form over a storage at another address, made if there is none:
+        tensors that shared one share one again."""
         with torch.no_grad():
             known = self._storages.get(address)
-            storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            if storage is None or storage.data_ptr() != address:  # its holder may have moved it away (`share_memory_()`)
+            storage = (
+                None
+                if known is None or known.expired()
+                else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+            )
+            # its holder may have moved it away (`share_memory_()`)
+            if storage is None or storage.data_ptr() != address:
                 storage = make().untyped_storage()
                 self._storages[address] = StorageWeakRef(storage)
             return over(storage, form_of(tensor))
 
     def take_over(self, storages: Collection[int]) -> None:
-        """Let those tensors that other objects handed out and that lie in these storages (`_cdata`) follow this object, which owns them.
-        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in."""
+        """Let those tensors that other objects handed out and that lie in these storages (`_cdata`)
+        follow this object, which owns them. State that is a gradient is handed out by its optimizer
+        as long as no object has taken the gradient in."""
         for other in _IN_USE if storages else ():
-            found = {id(tensor): tensor for tensor in other if tensor.untyped_storage()._cdata in storages}
+            found = {
+                id(tensor): tensor
+                for tensor in other
+                if tensor.untyped_storage()._cdata in storages
+            }
             if other is self or not found:
                 continue
             self._tensors.update(found.values())
-            self._wrappers.update(wrapper for wrapper in other._wrappers if not found.keys().isdisjoint(_parts(wrapper)))
+            self._wrappers.update(
+                wrapper
+                for wrapper in other._wrappers
+                if not found.keys().isdisjoint(_parts(wrapper))
+            )
             for tensor in found.values():
                 other._tensors.discard(tensor)
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
-        """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
+        """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the
+        tensors that it is given."""
         own = {id(tensor) for tensor in live} if self._tensors else set()
         for known in (self._tensors, self._wrappers):
             for each in known if own else ():
@@ -148,46 +218,69 @@ class StateDictTensors:
 
     @property
     def shares_addresses(self) -> bool:
-        """Whether storages may be alive that show a place and are not the ones adopted there: those of tensors that were loaded back."""
+        """Whether storages may be alive that show a place and are not the ones adopted there: those
+        of tensors that were loaded back."""
         return bool(self._storages)
 
     @property
     def are_held(self) -> bool:
-        """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
+        """Whether anybody has a tensor that was handed out, or a view of one, and could write
+        there."""
         return bool(self._held())
 
     def _held(self) -> dict[int, StorageWeakRef]:
-        """The storages that were made for such tensors, on either side, as far as anybody holds them, by address."""
-        return {address: storage for address, storage in [*self._storages.items()] if not storage.expired()}
+        """The storages that were made for such tensors, on either side, as far as anybody holds
+        them, by address."""
+        return {
+            address: storage
+            for address, storage in [*self._storages.items()]
+            if not storage.expired()
+        }
 
     def shown(self) -> list[torch.UntypedStorage]:
-        """The storages that were made for tensors that were handed out, as far as anybody holds them."""
-        return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._held().values()]
+        """The storages that were made for tensors that were handed out, as far as anybody holds
+        them."""
+        return [
+            torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            for storage in self._held().values()
+        ]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tensors)
 
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live one, whose values are in the host copy or not. A sparse one is copied."""
+        """The tensor that a state dict may show for a live one, whose values are in the host copy
+        or not. A sparse one is copied."""
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
-            indices, values = (self._now(part, from_host) for part in (tensor._indices(), tensor._values()))
+            indices, values = (
+                self._now(part, from_host) for part in (tensor._indices(), tensor._values())
+            )
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
-            # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
-            is_ours = is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
+            # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was
+            # gathered and cut for this state dict.
+            is_ours = (
+                is_plain_type(type(tensor))
+                and has_storage(tensor)
+                and tensor.untyped_storage().nbytes() > 0
+            )
             return self._hand_out_plain(tensor, from_host) if is_ours else tensor
         with torch.no_grad():
-            # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
-            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, from_host)).requires_grad_(False)
+            # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's
+            # optimizer state) read values in it.
+            shown = rewrapped(
+                tensor, lambda part: self._hand_out_plain(part, from_host)
+            ).requires_grad_(False)
         self._wrappers.add(shown)
         if from_host:
             self._versions.watch(shown)
         return shown
 
     def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
-        """A copy of a sparse tensor's part with its present values. It cannot follow, because it cannot be pointed elsewhere."""
+        """A copy of a sparse tensor's part with its present values. It cannot follow, because it
+        cannot be pointed elsewhere."""
         host = self._over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
@@ -195,15 +288,16 @@ class StateDictTensors:
         if not has_storage(tensor):
             return tensor
         host = self.show(tensor) if from_host else None
-        if host is None and from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor names the same device as others
+        # a rank without a part of a sharded tensor names the same device as others
+        if host is None and from_host and tensor.numel() == 0:
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
         self._tensors.add(found)
         return found
 
     def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A plain tensor of the offloaded object with its bytes in the host copy, where its holder may write from now on. None where it has
-        no place. Raises IntegrityError: see `place_of`."""
+        """A plain tensor of the offloaded object with its bytes in the host copy, where its holder
+        may write from now on. None where it has no place. Raises IntegrityError: see `place_of`."""
         if (place := self.place_of(tensor)) is None:
             return None
         host = self._over(tensor, *place)
@@ -211,62 +305,93 @@ class StateDictTensors:
         return host
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The place of a plain tensor of the offloaded object, even if it was relocated. None where it has no place.
-        Raises IntegrityError: the tensor was put in place of a registered one, with values computed from poison."""
+        """The place of a plain tensor of the offloaded object, even if it was relocated. None where
+        it has no place. Raises IntegrityError: the tensor was put in place of a registered one,
+        with values computed from poison."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
         if (place := self._place_of(storage)) is not None:
             return place
-        for r in self._ranges.all:  # it may have been relocated: its bytes are at its place, although it is not
+        # it may have been relocated: its bytes are at its place, although it is not
+        for r in self._ranges.all:
             if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
                 return r, entry.offset
         if not tensor.dim() or not has_nan(tensor.detach(), throughout=True):
             return None
-        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
-        if (name := next(names, None)) is not None:  # else a hook has just computed it: it belongs to nobody
-            if (place := self._place_of(storage)) is not None:  # it has moved in just now, in another thread's transition
+        names = (
+            owned.name
+            for owned in self._adapter.owned()
+            if owned.tensor.untyped_storage()._cdata == storage._cdata
+        )
+        # else a hook has just computed it: it belongs to nobody
+        if (name := next(names, None)) is not None:
+            # it has moved in just now, in another thread's transition
+            if (place := self._place_of(storage)) is not None:
                 return place
-            how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
+            how, then = (
+                "replaced",
+                (
+                    "Its registered values are in the host copy and come back at the next phase "
+                    "that loads it."
+                ),
+            )
             if name not in self._ranges.named_places():
-                how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
+                how, then = (
+                    "added",
+                    (
+                        "It has no registered values and stays NaN until you give it values, or "
+                        "remove it."
+                    ),
+                )
             raise IntegrityError(
-                f"{name} of {self._ranges.name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from "
-                f"poison (NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
+                f"{name} of {self._ranges.name!r} (shape {tuple(tensor.shape)}) was {how} while it "
+                "was offloaded, and was computed from poison (NaN), which offloaded tensors read: "
+                f"half(), to(), .data =, add_adapter(). {then}"
             )
         return None
 
     def _place_of(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
-        """The place of a storage, which may have still to move in: the host copy has its bytes. None for no range."""
+        """The place of a storage, which may have still to move in: the host copy has its bytes.
+        None for no range."""
         coming = ((r, r.place_of(storage)) for r in self._ranges.all if r.moving_in is not None)
         new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
         return new or self._ranges.at(storage.data_ptr())
 
     def _over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range."""
+        """The same plain tensor with its bytes in the host copy; None where its storage is not in a
+        range."""
         place = self._place_of(tensor.untyped_storage())
         return None if place is None else self._over(tensor, *place)
 
     def _over(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
         r.pages.wait_until_saved()  # also where a tensor over the place is alive already
-        host = self._at(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
+        host = self._at(
+            tensor,
+            r.host.address + offset,
+            lambda: r.view(offset, tensor.untyped_storage().nbytes()),
+        )
         return self._versions.counting(host, version_of(tensor))
 
     def note_all_shown(self) -> None:
-        """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of one, and can write there from now on, and
-        of those that were shown since the last load (of a readonly object): pages aside do not have what was written there."""
+        """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of
+        one, and can write there from now on, and of those that were shown since the last load (of a
+        readonly object): pages aside do not have what was written there."""
         held = self._held()
         for r in self._ranges.all:
             if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
                 r.note_shown()
 
     def point_to_host(self, except_for: Collection[int] = ()) -> None:
-        """Point every living tensor to the host copy, but those in these storages (`_cdata`), which follow by themselves. Idempotent."""
+        """Point every living tensor to the host copy, but those in these storages (`_cdata`), which
+        follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return None if tensor.untyped_storage()._cdata in except_for else self._over_host(tensor)
+            return (
+                None if tensor.untyped_storage()._cdata in except_for else self._over_host(tensor)
+            )
 
         self._point_to(find)
 
@@ -286,29 +411,44 @@ class StateDictTensors:
         self._point_to(find)
 
     def left_on_host(self) -> list[tuple[Range, str]]:
-        """The storages over the host copy, by range and name, that views still hold after `point_to_device`."""
+        """The storages over the host copy, by range and name, that views still hold after
+        `point_to_device`."""
         held = self._held()
-        return [(r, entry.name) for r in self._ranges.all if held for entry in r.placed if r.host.address + entry.offset in held]
+        return [
+            (r, entry.name)
+            for r in self._ranges.all
+            if held
+            for entry in r.placed
+            if r.host.address + entry.offset in held
+        ]
 
     def raise_written(self) -> None:
-        """Raise the version counters of the object's tensors whose host copies were written since the last load."""
+        """Raise the version counters of the object's tensors whose host copies were written since
+        the last load."""
         self._versions.raise_written(self._adapter, self._ranges, are_held=self.are_held)
 
     def leave(self) -> None:
-        """Give every living tensor memory of its own with its present values, on its present device, because the ranges are about to go."""
+        """Give every living tensor memory of its own with its present values, on its present
+        device, because the ranges are about to go."""
         self._point_to(lambda tensor: tensor.detach().clone())
 
     def leave_ranges(self, gone: Sequence[Range]) -> None:
-        """Give those tensors host memory of their own that lie in these ranges, because nothing else has their values."""
+        """Give those tensors host memory of their own that lie in these ranges, because nothing
+        else has their values."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             place = self._ranges.find(tensor)
-            return None if place is None or place[0] not in gone else tensor.detach().to("cpu", copy=True)
+            return (
+                None
+                if place is None or place[0] not in gone
+                else tensor.detach().to("cpu", copy=True)
+            )
 
         self._point_to(find)
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
+        """Point every living tensor to the tensor that `find` returns for it; None leaves it where
+        it is. Idempotent."""
         self.num_pointings += 1
         with torch.no_grad():
             for tensor in self:
@@ -336,22 +476,36 @@ _IN_USE: WeakIdSet[StateDictTensors] = WeakIdSet()
 
 
 class LeftInParent(torch.Tensor):
-    """The class that a tensor gets in a forked child, which does not have its memory. Every use raises; a read would end the process."""
+    """The class that a tensor gets in a forked child, which does not have its memory. Every use
+    raises; a read would end the process."""
 
     @classmethod
-    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
+    def __torch_function__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> NoReturn:
         raise PlacementError(
-            f"a tensor of a state dict lies in memory that belongs to a handle of process {os.getppid()}, and this forked child does not "
-            "have it. Give the child copies that were made before the fork: {name: value.clone() for name, value in state_dict.items()}"
+            "a tensor of a state dict lies in memory that belongs to a handle of process "
+            f"{os.getppid()}, and this forked child does not have it. Give the child copies that "
+            "were made before the fork: {name: value.clone() for name, value in state_dict.items()}"
         )
 
 
 def _refuse_in_child() -> None:
-    lost = {storage._cdata for each in _IN_USE for storage in (*each.shown(), *(tensor.untyped_storage() for tensor in each))}
+    lost = {
+        storage._cdata
+        for each in _IN_USE
+        for storage in (*each.shown(), *(tensor.untyped_storage() for tensor in each))
+    }
     everything: list[Any] = gc.get_objects() if lost else []  # nobody knows the views
-    tensors: list[torch.Tensor] = [found for found in everything if issubclass(type(found), torch.Tensor)]
+    tensors: list[torch.Tensor] = [
+        found for found in everything if issubclass(type(found), torch.Tensor)
+    ]
     for tensor in tensors:
-        if is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage()._cdata in lost:
+        if (
+            is_plain_type(type(tensor))
+            and has_storage(tensor)
+            and tensor.untyped_storage()._cdata in lost
+        ):
             tensor.__class__ = LeftInParent
     _IN_USE.clear()  # a child of this child has nothing more to lose
 

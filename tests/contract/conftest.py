@@ -33,7 +33,10 @@ def cuda() -> Device:
     return CudaDevice(0, chunk_bytes=8 << 20)
 
 
-@pytest.fixture(params=[simulated, wrapped, compared, pytest.param(cuda, marks=pytest.mark.gpu)], ids=lambda factory: factory.__name__)
+@pytest.fixture(
+    params=[simulated, wrapped, compared, pytest.param(cuda, marks=pytest.mark.gpu)],
+    ids=lambda factory: factory.__name__,
+)
 def device(request: pytest.FixtureRequest) -> Device:
     made: Device = request.param()
     return made

@@ -24,7 +24,11 @@ def random_bytes(nbytes: int) -> torch.Tensor:
 
 
 def full_and_tail(device: Device) -> tuple[int, list[Chunk]]:
-    chunks = [device.create(device.chunk_bytes), device.create(device.chunk_bytes), device.create(device.granularity)]
+    chunks = [
+        device.create(device.chunk_bytes),
+        device.create(device.chunk_bytes),
+        device.create(device.granularity),
+    ]
     return sum(chunk.nbytes for chunk in chunks), chunks
 
 

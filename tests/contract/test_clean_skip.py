@@ -1,4 +1,5 @@
-"""Clean-skip: who writes how into a parameter does not matter. What was written is never stale, and nothing else is copied."""
+"""Clean-skip: who writes how into a parameter does not matter. What was written is never stale, and
+nothing else is copied."""
 
 from __future__ import annotations
 
@@ -33,13 +34,22 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.written, self.last = (nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(3))
+        self.first, self.written, self.last = (
+            nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(3)
+        )
         self.register_buffer("mean", torch.zeros(SIDE, SIDE))
 
 
-@pytest.mark.parametrize("write", [lambda p: p.data.mul_(2), lambda p: ctypes.memset(p.data_ptr() + 4 * 77, 0x3F, 4)], ids=["all", "some"])
-def test_one_parameter_written_and_one_chunk_copied(write: Callable[[nn.Parameter], object]) -> None:
-    """A fingerprint sees bytes, not who wrote them. Which it tells apart is shown below, and fused steps."""
+@pytest.mark.parametrize(
+    "write",
+    [lambda p: p.data.mul_(2), lambda p: ctypes.memset(p.data_ptr() + 4 * 77, 0x3F, 4)],
+    ids=["all", "some"],
+)
+def test_one_parameter_written_and_one_chunk_copied(
+    write: Callable[[nn.Parameter], object],
+) -> None:
+    """A fingerprint sees bytes, not who wrote them. Which it tells apart is shown below, and fused
+    steps."""
     torch.manual_seed(0)
     model = Blocks()
     twin = copy.deepcopy(model)
@@ -52,7 +62,9 @@ def test_one_parameter_written_and_one_chunk_copied(write: Callable[[nn.Paramete
         before = handle.counters.offloaded_bytes, handle.counters.skipped_bytes
         with manager.phase("train"):
             change()
-        return handle.counters.offloaded_bytes - before[0], handle.counters.skipped_bytes - before[1]
+        return handle.counters.offloaded_bytes - before[0], handle.counters.skipped_bytes - before[
+            1
+        ]
 
     _, size = offloaded_and_skipped(lambda: None)
     assert size == 4 * CHUNK
@@ -70,7 +82,9 @@ def test_one_parameter_written_and_one_chunk_copied(write: Callable[[nn.Paramete
 OPTIMIZERS = {
     name: found
     for name, found in vars(torch.optim).items()
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+    if isinstance(found, type)
+    and issubclass(found, torch.optim.Optimizer)
+    and found is not torch.optim.Optimizer
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
@@ -88,7 +102,10 @@ def cases() -> list[Any]:
         found.append((name, {}))
         found += [(name, {"foreach": True})] if "foreach" in accepted else []
         found += [(name, {"fused": True})] if name in FUSED_ON_CPU else []
-    return [pytest.param(name, options, id="-".join([name, *options] if options else [name, "plain"])) for name, options in found]
+    return [
+        pytest.param(name, options, id="-".join([name, *options] if options else [name, "plain"]))
+        for name, options in found
+    ]
 
 
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -98,9 +115,13 @@ def trained(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.
     """A model, its optimizer, and one step of it."""
     torch.manual_seed(1)
     is_sparse = name == "SparseAdam"
-    model: nn.Module = nn.Embedding(SIDE, SIDE, sparse=True) if is_sparse else nn.Linear(SIDE, SIDE, bias=False)
+    model: nn.Module = (
+        nn.Embedding(SIDE, SIDE, sparse=True) if is_sparse else nn.Linear(SIDE, SIDE, bias=False)
+    )
     data = torch.arange(0, SIDE, 2) if is_sparse else torch.randn(4, SIDE)
-    optimizer = OPTIMIZERS[name](model.parameters(), **{"lr": 0.01, **OPTIONS.get(name, {}), **options})
+    optimizer = OPTIMIZERS[name](
+        model.parameters(), **{"lr": 0.01, **OPTIONS.get(name, {}), **options}
+    )
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         def closure() -> float:
@@ -120,7 +141,10 @@ def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
     model, optimizer, step = trained(name, options)
     twin, its_optimizer, _ = trained(name, options)
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    handles = manager.register("actor", model, role="actor"), manager.register("optimizer", optimizer)
+    handles = (
+        manager.register("actor", model, role="actor"),
+        manager.register("optimizer", optimizer),
+    )
     for _ in range(4):
         before = handles[0].counters.offloaded_bytes
         with manager.phase("train"):
@@ -135,9 +159,16 @@ def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
     copied = [handle.counters.offloaded_bytes for handle in handles]
     skipped = [handle.counters.skipped_bytes for handle in handles]
     with manager.phase("train"):
-        sizes = [sum(r.nbytes for r in handle.holding.ranges) for handle in handles if handle.holding is not None]
+        sizes = [
+            sum(r.nbytes for r in handle.holding.ranges)
+            for handle in handles
+            if handle.holding is not None
+        ]
     assert [handle.counters.offloaded_bytes for handle in handles] == copied
-    assert [handle.counters.skipped_bytes - before for handle, before in zip(handles, skipped, strict=True)] == sizes
+    assert [
+        handle.counters.skipped_bytes - before
+        for handle, before in zip(handles, skipped, strict=True)
+    ] == sizes
     assert_nothing_resident(manager)
 
 
@@ -152,10 +183,14 @@ CHANGES: dict[str, Change] = {
     "a swap of two values": lambda v: v.index_copy_(0, torch.tensor([1, 800]), v[[800, 1]]),
     "a rotation": lambda v: v.copy_(v.roll(1)),
     "a reversal": lambda v: v.copy_(v.flip(0)),
-    "a swap of two words": lambda v: v.view(torch.int64).index_copy_(0, torch.tensor([1, 400]), v.view(torch.int64)[[400, 1]]),
+    "a swap of two words": lambda v: v.view(torch.int64).index_copy_(
+        0, torch.tensor([1, 400]), v.view(torch.int64)[[400, 1]]
+    ),
     "rows in another order": lambda v: v.view(16, 64).copy_(v.view(16, 64).flip(0)),
     "one last bit": lambda v: v.view(torch.int32)[512].bitwise_xor_(1),
-    "equal steps up and down": lambda v: v.view(torch.int64).index_add_(0, torch.tensor([10, 20]), torch.tensor([1, -1])),
+    "equal steps up and down": lambda v: v.view(torch.int64).index_add_(
+        0, torch.tensor([10, 20]), torch.tensor([1, -1])
+    ),
     "minus zero": lambda v: v[7].neg_(),
     "another NaN": lambda v: v.view(torch.int32)[8].bitwise_xor_(1),
 }
@@ -181,15 +216,22 @@ def test_a_piece_has_the_same_fingerprint_wherever_it_lies_and_whatever_surround
 
 
 def test_the_kernel_names_nothing_that_triton_does_not_know() -> None:
-    """Triton evaluates the annotations of the arguments, too, and refuses any global name that is neither its own nor built in."""
+    """Triton evaluates the annotations of the arguments, too, and refuses any global name that is
+    neither its own nor built in."""
     spec = importlib.util.find_spec("placement.storage.transfer.fingerprint_triton")
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    (kernel,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    (kernel,) = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
     local = {argument.arg for argument in kernel.args.args}
     compiled = [node for part in (kernel.args, *kernel.body) for node in ast.walk(part)]
-    local |= {node.id for node in compiled if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {
+        node.id
+        for node in compiled
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     used = {node.id for node in compiled if isinstance(node, ast.Name)}
     assert used - local - set(dir(builtins)) == {"tl"}
 
@@ -201,12 +243,18 @@ def test_a_kernel_that_cannot_be_compiled_is_reported_and_done_without(
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails))
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails)
+    )
     ranges._kernel.cache_clear()
     try:
         assert ranges._kernel(torch.device("cpu")) is None
         assert ranges._kernel(torch.device("cpu")) is None
     finally:
         ranges._kernel.cache_clear()
-    assert [record.getMessage() for record in caplog.records if "Failed to find C compiler" in record.getMessage()] != []
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if ("Failed to find C compiler") in record.getMessage()
+    ] != []
     assert len(caplog.records) == 1, "said once"

@@ -14,7 +14,15 @@ from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Device, poison_bytes
 from placement.devices.memory import Copy
 from placement.devices.simulated.device import PrivatePoison
-from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, read, whole
+from tests.contract.ranges import (
+    full_and_tail,
+    is_poison,
+    loaded,
+    poisoned,
+    random_bytes,
+    read,
+    whole,
+)
 from tests.support.poison import poison, reads_poison
 from tests.support.threads import in_threads
 
@@ -27,7 +35,9 @@ def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 64, 4096 + 8])
-def test_every_element_of_poison_reads_as_nan_in_floats_and_negative_in_integers(device: Device, offset: int) -> None:
+def test_every_element_of_poison_reads_as_nan_in_floats_and_negative_in_integers(
+    device: Device, offset: int
+) -> None:
     addresses = poisoned(device, device.chunk_bytes + device.granularity)
     view = device.view(addresses, offset, addresses.nbytes - offset)
     assert view.device.type == device.torch_device.type
@@ -45,7 +55,12 @@ def test_every_element_of_poison_reads_as_nan_in_floats_and_negative_in_integers
 def test_the_nan_of_poison_is_a_signalling_one_in_float64_alone(device: Device) -> None:
     """The bit that makes a NaN a quiet one is the first of the fraction."""
     view = whole(device, poisoned(device, device.granularity))
-    for signed, bit, is_quiet in ((torch.int64, 51, False), (torch.int32, 22, True), (torch.int16, 6, True), (torch.int16, 9, True)):
+    for signed, bit, is_quiet in (
+        (torch.int64, 51, False),
+        (torch.int32, 22, True),
+        (torch.int16, 6, True),
+        (torch.int16, 9, True),
+    ):
         assert ((view.view(signed) >> bit & 1) == is_quiet).all(), (signed, bit)
 
 
@@ -70,7 +85,8 @@ def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> Non
 
 def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
     before = device.memory()
-    assert (list(device.communicators()), device.ipc_collected_bytes) == ([], 0)  # who holds memory outside can always be asked
+    # who holds memory outside can always be asked
+    assert (list(device.communicators()), device.ipc_collected_bytes) == ([], 0)
     too_much = before.total_bytes // device.granularity * device.granularity + device.granularity
     with pytest.raises(DeviceMemoryError):
         device.create(too_much)
@@ -94,7 +110,8 @@ def test_the_ledger_follows_chunks_and_none_is_released_twice(device: Device) ->
     assert more_bytes() == 2 * device.chunk_bytes
     device.release(*chunks)
     assert more_bytes() == 0
-    others = [device.create(small) for _ in range(4)]  # the driver may call them by the same numbers
+    # the driver may call them by the same numbers
+    others = [device.create(small) for _ in range(4)]
     device.release(*chunks)
     assert more_bytes() == 4 * small
     chunks.clear()
@@ -114,7 +131,11 @@ def test_a_view_has_a_storage_of_its_own_size_and_keeps_what_is_behind_it(device
     addresses = poisoned(device, device.chunk_bytes)
     device.map(addresses, [device.create(device.chunk_bytes)])
     loaded = device.view(addresses, 256, 1000)
-    assert (loaded.dtype, loaded.untyped_storage().nbytes(), loaded.data_ptr()) == (torch.uint8, 1000, addresses.base + 256)
+    assert (loaded.dtype, loaded.untyped_storage().nbytes(), loaded.data_ptr()) == (
+        torch.uint8,
+        1000,
+        addresses.base + 256,
+    )
     loaded.fill_(7)
     del addresses
     others = [poisoned(device, device.chunk_bytes) for _ in range(20)]
@@ -125,14 +146,17 @@ def test_a_view_has_a_storage_of_its_own_size_and_keeps_what_is_behind_it(device
 
 
 def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device) -> None:
-    shares_poison = not isinstance(getattr(device, "_poison", None), PrivatePoison)  # a damage is found by its bytes
+    # a damage is found by its bytes
+    shares_poison = not isinstance(getattr(device, "_poison", None), PrivatePoison)
     first, second = poisoned(device, device.chunk_bytes), poisoned(device, device.chunk_bytes)
     assert not device.heal_poison()
     assert not device.written_poison()
     device.view(first, 64, 1).zero_()
     assert device.view(second, 64, 1).item() == (0 if shares_poison else POISON_WORD[0])
     assert device.heal_poison()
-    assert [place.addresses for place in device.written_poison()] == ([] if shares_poison else [first])
+    assert [place.addresses for place in device.written_poison()] == (
+        [] if shares_poison else [first]
+    )
     assert not device.heal_poison()
     assert not device.written_poison()
     assert reads_poison(whole(device, first))
@@ -140,13 +164,16 @@ def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device)
 
 
 @pytest.mark.parametrize("gets", ["a chunk", "poison"])
-def test_a_write_is_found_after_something_else_came_behind_the_addresses(device: Device, gets: str) -> None:
+def test_a_write_is_found_after_something_else_came_behind_the_addresses(
+    device: Device, gets: str
+) -> None:
     addresses, chunk = poisoned(device, 2 * device.chunk_bytes), device.create(device.chunk_bytes)
     device.view(addresses, device.chunk_bytes + 8, 1).zero_()
     device.sync()
     if gets == "a chunk":
         device.map(addresses, [chunk], device.chunk_bytes)
-        device.view(addresses, device.chunk_bytes, device.chunk_bytes).zero_()  # of the chunk, and no damage
+        # of the chunk, and no damage
+        device.view(addresses, device.chunk_bytes, device.chunk_bytes).zero_()
         device.sync()
     else:
         device.unmap(addresses, device.chunk_bytes, device.chunk_bytes)
@@ -251,14 +278,20 @@ def test_an_answer_comes_beside_copies_to_the_host(device: Device) -> None:
     words = whole(device, addresses).view(torch.int64)
     for turn in range(5):
         for place in range(4):
-            device.copy([Copy(addresses.base, slab.address + place * addresses.nbytes, addresses.nbytes)], "to_host")
+            device.copy(
+                [Copy(addresses.base, slab.address + place * addresses.nbytes, addresses.nbytes)],
+                "to_host",
+            )
         before = words[:500] + turn
         read = device.ask(before)
         values = content.view(torch.int64)[:500] + turn
         assert read().equal(values)
         assert device.ask(words[700:701])().equal(content.view(torch.int64)[700:701])
         device.wait(device.mark("to_host"))
-        assert all(slab.view(place * addresses.nbytes, addresses.nbytes).equal(content) for place in range(4))
+        assert all(
+            slab.view(place * addresses.nbytes, addresses.nbytes).equal(content)
+            for place in range(4)
+        )
 
 
 def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:
@@ -350,10 +383,16 @@ def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
         (lambda: device.unmap(addresses, step), "in two"),
         (lambda: device.unmap(addresses, size + step), "in two"),
         (lambda: device.map(addresses, [device.create(step)], size), "in two"),
-        (lambda: device.map(addresses, [device.create(size)]), "other memory is behind .* already: unmap it first"),
+        (
+            lambda: device.map(addresses, [device.create(size)]),
+            ("other memory is behind .* already: unmap it first"),
+        ),
         (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
         (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
-        (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),
+        (
+            lambda: device.map(elsewhere, [device.create(step), device.create(size)]),
+            "each but the last",
+        ),
         (lambda: device.map(elsewhere, [device.create(size + step)]), "and the last at most that"),
     ]
     for call, why in refused:
@@ -381,10 +420,16 @@ def test_random_parts_match_a_model(device: Device) -> None:
             last = min(slot + count, 4)
             nbytes = min(last * size, ranges[which].nbytes) - slot * size
             device.unmap(ranges[which], nbytes, slot * size)
-            free |= {places[which].pop(index) for index in range(slot, last) if index in places[which]}
+            free |= {
+                places[which].pop(index) for index in range(slot, last) if index in places[which]
+            }
         else:
-            room = [index for index in range(slot, min(slot + count, 3)) if index not in places[which]]
-            taken = sorted(free - {4})[: len(room)] if room == [*range(slot, slot + len(room))] else []
+            room = [
+                index for index in range(slot, min(slot + count, 3)) if index not in places[which]
+            ]
+            taken = (
+                sorted(free - {4})[: len(room)] if room == [*range(slot, slot + len(room))] else []
+            )
             if slot == 3 and 4 in free and slot not in places[which]:
                 taken = [4]
             device.map(ranges[which], [chunks[index] for index in taken], slot * size)
@@ -418,7 +463,8 @@ def test_what_is_enqueued_after_a_mark_sees_work_from_before_the_order(device: D
 
 
 def test_two_threads_hand_chunks_from_range_to_range(device: Device) -> None:
-    """Each between two ranges of its own, with the bytes in the chunk, as the thread of a prefetch does beside a streamed step."""
+    """Each between two ranges of its own, with the bytes in the chunk, as the thread of a prefetch
+    does beside a streamed step."""
     nbytes, turns = device.chunk_bytes, 20
     contents = [random_bytes(nbytes) for _ in range(2)]
     chunks = [device.create(nbytes) for _ in range(2)]

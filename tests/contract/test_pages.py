@@ -1,4 +1,5 @@
-"""Every operation on every state of a range's pages, with every call of the device in it failing once: nothing lost, nothing left over."""
+"""Every operation on every state of a range's pages, with every call of the device in it failing
+once: nothing lost, nothing left over."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ class Scene:
         self.device.unmap(self.addresses, CHUNK + TAIL)  # poison is there
         self.host = self.device.host(CHUNK + USED_TAIL)
         generator = torch.Generator().manual_seed(0)
-        self.values = [torch.randint(0, 256, (used,), dtype=torch.uint8, generator=generator) for used in USED]
+        self.values = [
+            torch.randint(0, 256, (used,), dtype=torch.uint8, generator=generator) for used in USED
+        ]
         self.pool = ChunkPool(self.device)
 
     def make(self, states: tuple[Found, ...]) -> Pages:
@@ -95,9 +98,15 @@ class Scene:
             if state.behind is not None:
                 pages.put([index], self.pool)
                 on_device = self.device.view(self.addresses, pages.starts[index], USED[index])
-                on_device.copy_(self.values[index] if Side.DEVICE in state.newest else torch.full_like(on_device, 1))
+                on_device.copy_(
+                    self.values[index]
+                    if Side.DEVICE in state.newest
+                    else torch.full_like(on_device, 1)
+                )
                 on_host = self.host.view(pages.starts[index], USED[index])
-                on_host.copy_(self.values[index] if Side.HOST in state.newest else torch.full_like(on_host, 2))
+                on_host.copy_(
+                    self.values[index] if Side.HOST in state.newest else torch.full_like(on_host, 2)
+                )
                 if state.behind is Behind.ASIDE:
                     pages.hide([index])
                 elif state.behind is Behind.NOWHERE:
@@ -105,16 +114,23 @@ class Scene:
                     pages._set(index, pages.table[index].memory, Behind.NOWHERE)
                 page = pages.table[index]
                 page.newest, page.copied = state.newest, state.copied
-                page.mark = None if state.copied is None or state.newest is Side.HOST else self.device.mark(state.copied)
+                page.mark = (
+                    None
+                    if state.copied is None or state.newest is Side.HOST
+                    else self.device.mark(state.copied)
+                )
             else:
                 self.host.view(pages.starts[index], USED[index]).copy_(self.values[index])
         return pages
 
     def check(self, pages: Pages, side: Side) -> None:
-        """Everything is on one side, with its values, and no memory is anywhere but where the table says."""
+        """Everything is on one side, with its values, and no memory is anywhere but where the table
+        says."""
         pages.wait_until_saved()
         self.device.order()
-        shown = [self.device.view(self.addresses, pages.starts[index], USED[index]) for index in ALL]
+        shown = [
+            self.device.view(self.addresses, pages.starts[index], USED[index]) for index in ALL
+        ]
         for index, page in enumerate(pages.table):
             if side is Side.DEVICE:
                 assert (page.behind, page.newest) == (Behind.OWN, Side.DEVICE)
@@ -171,7 +187,10 @@ def test_every_state_can_be_settled_after_an_operation_of_which_each_call_failed
             pages.settle(side, scene.pool)  # idempotent
             scene.check(pages, side)
             scene.end(pages)
-    counted(f"pages: {name} in {len(STATES) ** len(SIZES)} states, {cases} cases, {failed} calls failed once: 0 lost, 0 left over")
+    counted(
+        f"pages: {name} in {len(STATES) ** len(SIZES)} states, {cases} cases, {failed} calls "
+        "failed once: 0 lost, 0 left over"
+    )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -194,7 +213,9 @@ def test_a_page_is_waited_for_alone() -> None:
     load(pages, scene.pool, [0])
     load(pages, scene.pool, [1])
     pages.wait([0])
-    first, second = (scene.device.view(scene.addresses, pages.starts[index], USED[index]) for index in ALL)
+    first, second = (
+        scene.device.view(scene.addresses, pages.starts[index], USED[index]) for index in ALL
+    )
     assert first.equal(scene.values[0])
     assert not second.equal(scene.values[1])
     pages.wait([1])

@@ -1,4 +1,5 @@
-"""When memory goes back to the driver: at an entry once it is decided, so that going back asks nobody; at an exit under the copies."""
+"""When memory goes back to the driver: at an entry once it is decided, so that going back asks
+nobody; at an exit under the copies."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BATCH = 4
 
 
 class Giving(Watched):
-    """Notes what is behind no address and not with the driver, at its most, and what was given back before the last byte had left."""
+    """Notes what is behind no address and not with the driver, at its most, and what was given back
+    before the last byte had left."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -29,7 +31,8 @@ class Giving(Watched):
         self._behind: dict[tuple[int, int], Chunk] = {}
 
     def reset(self) -> None:
-        self.stock_bytes = self.released_bytes = self.early_bytes = 0  # `early_bytes`: released by the last wait for a copy
+        # `early_bytes`: released by the last wait for a copy
+        self.stock_bytes = self.released_bytes = self.early_bytes = 0
         self.log.clear()
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
@@ -66,7 +69,12 @@ class Leaving(Scene):
     make_device = Giving
 
     def __init__(
-        self, sizes: dict[str, int] = SIZES, *, stays: Collection[str] = (), readonly: Collection[str] = (), **options: Any
+        self,
+        sizes: dict[str, int] = SIZES,
+        *,
+        stays: Collection[str] = (),
+        readonly: Collection[str] = (),
+        **options: Any,
     ) -> None:
         after = {"b": CHUNK, **{name: sizes[name] for name in stays}}
         super().__init__(sizes, after, 64 * CHUNK, readonly=readonly, **options)
@@ -92,7 +100,9 @@ def test_what_leaves_at_an_exit_is_given_back_under_the_copies() -> None:
     scene.manager.leave()
     assert scene.device.released_bytes == scene.num_bytes
     assert scene.device.stock_bytes <= BATCH * CHUNK
-    assert scene.device.early_bytes >= scene.num_bytes - 2 * BATCH * CHUNK, "only the last of them went after the last copy"
+    assert scene.device.early_bytes >= scene.num_bytes - 2 * BATCH * CHUNK, (
+        "only the last of them went after the last copy"
+    )
     scene.check(())
     scene.end()
 
@@ -104,7 +114,9 @@ def test_a_short_last_page_is_given_back_with_the_page_before_it(num_full: int) 
     assert scene.device.early_bytes == (num_full - 1) * CHUNK
 
 
-@pytest.mark.parametrize(("how", "in_group"), [("enter", False), ("switch", False), ("enter", True)])
+@pytest.mark.parametrize(
+    ("how", "in_group"), [("enter", False), ("switch", False), ("enter", True)]
+)
 def test_what_only_leaves_at_an_entry_is_kept_until_the_end(how: str, in_group: bool) -> None:
     """In a group: until the others have agreed."""
     scene = Leaving(group=StoreGroup(dist.HashStore(), 0, 1, 10.0) if in_group else None)
@@ -132,7 +144,8 @@ def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[
 
 
 def complaining(kind: str) -> tuple[Leaving, Any]:
-    """A scene in which the next phase transition that offloads has to be undone, and what it is for."""
+    """A scene in which the next phase transition that offloads has to be undone, and what it is
+    for."""
     if kind == "readonly":
         scene = Leaving(readonly={"c"})
         scene.models["c"][0].data[7] = 3.0
@@ -143,10 +156,14 @@ def complaining(kind: str) -> tuple[Leaving, Any]:
 
 @pytest.mark.parametrize("how", ["enter", "switch"])
 @pytest.mark.parametrize("kind", ["readonly", "strict"])
-def test_a_complaint_brings_everything_back_and_asks_the_driver_for_nothing(kind: str, how: str) -> None:
+def test_a_complaint_brings_everything_back_and_asks_the_driver_for_nothing(
+    kind: str, how: str
+) -> None:
     scene, view = complaining(kind)
     created = scene.device.calls["create"]
-    with pytest.raises(IntegrityError, match="readonly" if kind == "readonly" else "references to storages of 'a'"):
+    with pytest.raises(
+        IntegrityError, match="readonly" if kind == "readonly" else "references to storages of 'a'"
+    ):
         getattr(scene.manager, how)("values")
     assert scene.device.calls["create"] == created
     assert scene.device.released_bytes == 0
@@ -161,7 +178,9 @@ def test_a_complaint_brings_everything_back_and_asks_the_driver_for_nothing(kind
 
 @pytest.mark.parametrize("operation", ["map", "copy", "sync"])
 @pytest.mark.parametrize("kind", ["readonly", "strict"])
-def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str, operation: str) -> None:
+def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(
+    kind: str, operation: str
+) -> None:
     """From each call in turn on it fails for ever, up to where it has given all."""
     for at in range(1, 200):
         scene, view = complaining(kind)
@@ -172,9 +191,12 @@ def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str
         scene.device.clear()
         del view
         if not fired:
-            assert isinstance(caught.value, IntegrityError), "what the phase transition was undone for is said first"
+            assert isinstance(caught.value, IntegrityError), (
+                "what the phase transition was undone for is said first"
+            )
             scene.check({"a", "c"})
-        with suppress(IntegrityError):  # of what was written into a readonly one, where it is still there
+        # of what was written into a readonly one, where it is still there
+        with suppress(IntegrityError):
             scene.manager.enter("values")
         assert [handle.broken for handle in scene.handles.values()] == [None] * 3
         scene.end()

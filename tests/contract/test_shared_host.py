@@ -1,4 +1,5 @@
-"""Host copies that several mappings share, and how they are divided. Two mappings of one process stand for those of two ranks."""
+"""Host copies that several mappings share, and how they are divided. Two mappings of one process
+stand for those of two ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ def test_all_mappings_have_the_same_bytes_and_copy_them_to_the_device(device: De
 
 
 def mapped(words: str) -> list[str]:
-    """This process's mappings of a memory file, by its name. How many there are of others is nobody's business here: the interpreter
-    takes memory, and threads begin and end, whenever they like."""
+    """This process's mappings of a memory file, by its name. How many there are of others is
+    nobody's business here: the interpreter takes memory, and threads begin and end, whenever they
+    like."""
     name = f"/memfd:{words.split(':')[2]} "
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
 
@@ -96,24 +98,39 @@ def test_the_file_of_another_machine_is_not_opened() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("elements", [1, 1000, 40_000, 123_457])
-def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int, elements: int) -> None:
+def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(
+    world_size: int, elements: int
+) -> None:
     device = SimulatedDevice(1 << 24, chunk_bytes=12 * PAGE)
     tensors = [torch.zeros(elements), torch.zeros(17)]
     held = torch.zeros(2 * (4 * elements + 4096 + 12 * PAGE), dtype=torch.uint8)
     for rank in range(world_size):
         shares = Shares(rank, tuple(range(world_size)))
-        layout = RangeLayout(device, [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
+        layout = RangeLayout(
+            device,
+            [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)],
+        )
         for start, nbytes in spans_of(rank, layout.nbytes, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
             held[start : start + nbytes] += 1
         extra_bytes = SharedCopy.extra_bytes(shares, 1)
         with new_file(layout.nbytes + 2 * PAGE + extra_bytes) as (file, _):
             slab = device.shared_host(file, layout.nbytes, [], extra_bytes)
-        r = SharedRange(device, layout, slab, (), SharedCopy(slab, shares, lambda: 1, lambda: False), is_frozen=True)
+        r = SharedRange(
+            device,
+            layout,
+            slab,
+            (),
+            SharedCopy(slab, shares, lambda: 1, lambda: False),
+            is_frozen=True,
+        )
         brought, saved = torch.zeros(2, r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
             for copy in (*r.copies(index)[0], *r.copies(index)[1]):
-                assert copy.device_address - layout.addresses.base == copy.host_address - r.host.address
+                assert (
+                    copy.device_address - layout.addresses.base
+                    == copy.host_address - r.host.address
+                )
                 brought[copy.host_address - r.host.address :][: copy.nbytes] += 1
             for copy in filter(None, (r.pages.share(each, index) for each in range(world_size))):
                 saved[copy.host_address - r.host.address :][: copy.nbytes] += 1
@@ -132,7 +149,12 @@ def test_a_rank_whose_partner_does_not_come_says_why() -> None:
     all_shares = [Shares(rank, (0, 1)) for rank in range(2)]
     with new_file(PAGE + SharedCopy.extra_bytes(all_shares[0], 1)) as (file, _):
         ours, others = (
-            SharedCopy(device.shared_host(file, PAGE, [], SharedCopy.extra_bytes(each, 1)), each, lambda: 1, lambda: bool(over))
+            SharedCopy(
+                device.shared_host(file, PAGE, [], SharedCopy.extra_bytes(each, 1)),
+                each,
+                lambda: 1,
+                lambda: bool(over),
+            )
             for each in all_shares
         )
     ours.meet(torch.tensor([7]))

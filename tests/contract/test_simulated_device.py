@@ -1,4 +1,5 @@
-"""What only the simulated device promises: exact capacity, also of several processes, refused misuse, and forks."""
+"""What only the simulated device promises: exact capacity, also of several processes, refused
+misuse, and forks."""
 
 from __future__ import annotations
 
@@ -105,7 +106,12 @@ def test_misuse_is_refused() -> None:
     device.release(chunk)
     with pytest.raises(ValueError, match="does not hold the chunk: it was released"):
         device.map(addresses, [chunk])
-    for options in ({"granularity": 100}, {"chunk_bytes": 5000}, {"capacity_bytes": -1}, {"bandwidth_bytes_per_second": -1.0}):
+    for options in (
+        {"granularity": 100},
+        {"chunk_bytes": 5000},
+        {"capacity_bytes": -1},
+        {"bandwidth_bytes_per_second": -1.0},
+    ):
         with pytest.raises(ValueError, match=r"granularity|negative"):
             SimulatedDevice(**{"capacity_bytes": SIZE, **options})  # type: ignore[arg-type]
 
@@ -119,7 +125,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_slow_link_makes_the_caller_wait_in_each_direction_for_the_copies_before_a_mark(now: list[float]) -> None:
+def test_a_slow_link_makes_the_caller_wait_in_each_direction_for_the_copies_before_a_mark(
+    now: list[float],
+) -> None:
     device = make(bandwidth_bytes_per_second=1024.0)
     addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
     device.map(addresses, [chunk])
@@ -131,7 +139,13 @@ def test_a_slow_link_makes_the_caller_wait_in_each_direction_for_the_copies_befo
     second = device.mark("to_device")
     device.copy([run] * 5, "to_host")
     assert now[0] == 100.0
-    for mark, then in ((nothing, 100.0), (first, 101.0), (second, 103.0), (first, 103.0), (device.mark("to_host"), 105.0)):
+    for mark, then in (
+        (nothing, 100.0),
+        (first, 101.0),
+        (second, 103.0),
+        (first, 103.0),
+        (device.mark("to_host"), 105.0),
+    ):
         device.wait(mark)
         assert now[0] == then
     device.copy([run, run], "to_device")
@@ -195,7 +209,9 @@ def test_any_write_is_found_whatever_it_wrote(write: Callable[[torch.Tensor], ob
     device.unmap(addresses := device.reserve(2 * SIZE), 2 * SIZE)
     write(device.view(addresses, 8192, 4096))
     assert device.heal_poison()
-    assert [(place.addresses, place.start, place.nbytes) for place in device.written_poison()] == [(addresses, 8192, 4096)]
+    assert [(place.addresses, place.start, place.nbytes) for place in device.written_poison()] == [
+        (addresses, 8192, 4096)
+    ]
     assert reads_poison(device.view(addresses, 0, 2 * SIZE))
     assert not device.heal_poison()
 
@@ -240,7 +256,9 @@ def test_a_forked_child_changes_nothing_of_what_the_kernel_says_of_poison() -> N
     assert exit_code(lambda: 0) == 0
     assert not device.heal_poison()
     view[0] = POISON_WORD[0]
-    assert exit_code(lambda: int(make().heal_poison())) == 0, "a device of its own has a page map of its own"
+    assert exit_code(lambda: int(make().heal_poison())) == 0, (
+        "a device of its own has a page map of its own"
+    )
     assert device.heal_poison()
 
 
@@ -262,7 +280,10 @@ def test_processes_share_one_capacity_and_a_killed_one_leaves_nothing(tmp_path: 
     assert os.read(reader, 1) == b"\x05"
     assert mine.memory().free_bytes == 3 * SIZE
     chunks = [mine.create(SIZE) for _ in range(3)]
-    with pytest.raises(DeviceMemoryError, match=rf"0 free of {8 * SIZE:,}, {5 * SIZE:,} held by other processes"):
+    with pytest.raises(
+        DeviceMemoryError,
+        match=rf"0 free of {8 * SIZE:,}, {5 * SIZE:,} held by other processes",
+    ):
         mine.create(SIZE)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, but still to be collected

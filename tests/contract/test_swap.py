@@ -1,4 +1,5 @@
-"""Swaps: memory changes hands chunk by chunk, within the larger side and the window, and comes back when the phase transition fails."""
+"""Swaps: memory changes hands chunk by chunk, within the larger side and the window, and comes back
+when the phase transition fails."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ BEFORE, AFTER = "rollout", "eval"  # the phases between which the tests switch
 
 
 class Watched(Faults):
-    """Notes the most that chunks came to, how many each call mapped, and what was copied and waited for in which order."""
+    """Notes the most that chunks came to, how many each call mapped, and what was copied and waited
+    for in which order."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -82,16 +84,25 @@ class Scene:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.device: Any = self.make_device(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
+        self.device: Any = self.make_device(
+            SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE)
+        )
         policy = Turns(**{BEFORE: before, AFTER: after})
-        self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, **options)
+        self.manager = Manager(
+            device=self.device, policy=policy, budget_bytes=budget_bytes, **options
+        )
         self.models = {name: module(nbytes) for name, nbytes in {**before, **after}.items()}
-        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
+        self.handles = {
+            name: self.manager.register(name, model, readonly=name in readonly)
+            for name, model in self.models.items()
+        }
         self.before, self.after = tuple(before), tuple(after)
         self.note()
 
     def note(self) -> None:
-        self.values = {name: copy.deepcopy(dict(handle.state_dict())) for name, handle in self.handles.items()}
+        self.values = {
+            name: copy.deepcopy(dict(handle.state_dict())) for name, handle in self.handles.items()
+        }
 
     def write(self, names: Iterable[str]) -> None:
         """Change all of it or one chunk, by turns."""
@@ -102,9 +113,15 @@ class Scene:
 
     def check(self, on_device: Collection[str]) -> None:
         """These are on the device, nobody else is, and every value is what it was."""
-        assert {name for name, handle in self.handles.items() if handle.state is GPU} == set(on_device)
-        assert {name for name, handle in self.handles.items() if handle.state is OFF} == self.handles.keys() - set(on_device)
-        assert_same({name: dict(handle.state_dict()) for name, handle in self.handles.items()}, self.values)
+        assert {name for name, handle in self.handles.items() if handle.state is GPU} == set(
+            on_device
+        )
+        assert {
+            name for name, handle in self.handles.items() if handle.state is OFF
+        } == self.handles.keys() - set(on_device)
+        assert_same(
+            {name: dict(handle.state_dict()) for name, handle in self.handles.items()}, self.values
+        )
         self.manager.check_integrity()
 
 
@@ -120,8 +137,14 @@ SIDES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "many for less than a chunk": ({"a": 9 * CHUNK}, {"b": 100}),
     "tails": ({"a": 7 * CHUNK + 3 * PAGE - 8}, {"b": 7 * CHUNK + PAGE + 24}),
     "tails only": ({"a": PAGE, "b": 2 * PAGE}, {"c": 3 * PAGE}),
-    "three for two": ({"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE}, {"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK}),
-    "two for three": ({"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK}, {"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE}),
+    "three for two": (
+        {"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE},
+        {"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK},
+    ),
+    "two for three": (
+        {"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK},
+        {"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE},
+    ),
     "one stays": ({"a": 6 * CHUNK, "s": 3 * CHUNK}, {"b": 6 * CHUNK, "s": 3 * CHUNK}),
 }
 every_side = pytest.mark.parametrize(("before", "after"), SIDES.values(), ids=SIDES.keys())
@@ -136,8 +159,11 @@ every_side = pytest.mark.parametrize(("before", "after"), SIDES.values(), ids=SI
     [(WINDOW * CHUNK, False), (0, True), (PAGE, True)],
     ids=["window", "the device has more", "and a page"],
 )
-def test_the_peak_is_the_larger_side_and_the_window(before: dict[str, int], after: dict[str, int], window: int, has_more: bool) -> None:
-    """Where the device has more than the budget, nothing but the count of bytes stops an exchange."""
+def test_the_peak_is_the_larger_side_and_the_window(
+    before: dict[str, int], after: dict[str, int], window: int, has_more: bool
+) -> None:
+    """Where the device has more than the budget, nothing but the count of bytes stops an
+    exchange."""
     budget = max(side(before), side(after)) + window
     scene = Scene(before, after, budget, capacity_bytes=8 * budget if has_more else 0)
     for _ in range(2):
@@ -169,7 +195,8 @@ def test_no_more_than_the_window_is_asked_of_the_driver_where_there_is_room() ->
 
 
 def swapped(scene: Scene) -> list[str]:
-    """What the device was asked to do in one switch in which everything is dirty, in order, a letter a chunk."""
+    """What the device was asked to do in one switch in which everything is dirty, in order, a
+    letter a chunk."""
     with scene.manager.phase(BEFORE) as phase:
         scene.models["a"][0].data.add_(1)
         scene.device.log.clear()
@@ -179,7 +206,8 @@ def swapped(scene: Scene) -> list[str]:
 
 
 def test_what_comes_is_on_the_link_while_the_rest_leaves() -> None:
-    """Sixteen chunks each way, nothing free: each chunk that arrived is followed by one that comes."""
+    """Sixteen chunks each way, nothing free: each chunk that arrived is followed by one that
+    comes."""
     scene = Scene({"a": 16 * CHUNK}, {"b": 16 * CHUNK}, 16 * CHUNK)
     assert "".join(swapped(scene)).replace("?", "") == "o" * 16 + "wi" * 16
 
@@ -188,8 +216,11 @@ def test_with_a_window_the_link_has_work_both_ways_from_the_start() -> None:
     scene = Scene({"a": 16 * CHUNK}, {"b": 16 * CHUNK}, 20 * CHUNK)
     order = "".join(swapped(scene))
     assert order.index("i") < order.index("w")
-    assert "ooii?" in order  # the window's memory is wiped by a kernel, which would wait for those that compare all other pages
-    for position, letter in enumerate(order):  # behind what was given up, never waiting for more than one chunk of it
+    # the window's memory is wiped by a kernel, which would wait for those that compare all other
+    # pages
+    assert "ooii?" in order
+    # behind what was given up, never waiting for more than one chunk of it
+    for position, letter in enumerate(order):
         if letter == "w":
             waits, came = order[:position].count("w"), order[:position].count("i")
             assert came >= min(16, WINDOW + waits)
@@ -203,13 +234,21 @@ every_failing = pytest.mark.parametrize(("before", "after"), FAILING.values(), i
 
 @pytest.mark.parametrize(
     ("operation", "forever", "window"),
-    [*((each, False, window) for each in ("create", "map", "copy", "sync") for window in (0, WINDOW)), ("create", True, WINDOW)],
+    [
+        *(
+            (each, False, window)
+            for each in ("create", "map", "copy", "sync")
+            for window in (0, WINDOW)
+        ),
+        ("create", True, WINDOW),
+    ],
 )
 @every_failing
 def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
     before: dict[str, int], after: dict[str, int], operation: str, forever: bool, window: int
 ) -> None:
-    """`forever`: the driver gives nothing more from some chunk on, as when another process was faster. Going back asks it for nothing."""
+    """`forever`: the driver gives nothing more from some chunk on, as when another process was
+    faster. Going back asks it for nothing."""
     budget = max(side(before), side(after)) + window * CHUNK
     survey = Scene(before, after, budget)
     with survey.manager.phase(BEFORE) as phase:
@@ -224,7 +263,8 @@ def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
                 phase.switch(AFTER)
             assert scene.device.fired == 1
             scene.device.clear()
-            if operation != "create" or forever:  # refused once, the driver is asked again after other chunks were given back
+            # refused once, the driver is asked again after other chunks were given back
+            if operation != "create" or forever:
                 assert phase.name == BEFORE
             scene.check(before if phase.name == BEFORE else after)
             phase.switch(AFTER)
@@ -270,7 +310,7 @@ def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
     return found
 
 
-def test_a_burst_grows_under_the_copies_of_the_one_before_and_goes_over_the_boundaries_of_ranges() -> None:
+def test_a_burst_grows_under_the_last_ones_copies_and_crosses_ranges() -> None:
     assert mapped_by_a_load(300 * PAGE) == [1, 8, 64, 227]
     assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 8, 1, 10, 10, 10, 10]
 
@@ -286,21 +326,32 @@ COUNTS = st.sampled_from([1, 2, 9, 17, 30])
     steps=st.integers(1, 6),
     seed=st.integers(0, 1 << 32),
 )
-def test_swaps_between_handles_that_grow(counts: tuple[int, int], chunk_pages: int, spare_chunks: int, steps: int, seed: int) -> None:
+def test_swaps_between_handles_that_grow(
+    counts: tuple[int, int], chunk_pages: int, spare_chunks: int, steps: int, seed: int
+) -> None:
     chance, chunk_bytes = random.Random(seed), chunk_pages * PAGE
     torch.manual_seed(seed)
-    drawn = growing.sizes(PAGE, min(chunk_bytes, 5 * PAGE))  # with large chunks everything is a tail
-    names = [f"{side}.{index}" for side, count in zip(growing.SIDES, counts, strict=True) for index in range(count)]
+    # with large chunks everything is a tail
+    drawn = growing.sizes(PAGE, min(chunk_bytes, 5 * PAGE))
+    names = [
+        f"{side}.{index}"
+        for side, count in zip(growing.SIDES, counts, strict=True)
+        for index in range(count)
+    ]
     device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
     trained = [name for name in names if chance.random() < 0.3]
-    scene = growing.Scene(device, {name: chance.choices(drawn, k=chance.randint(1, 3)) for name in names}, trained)
+    scene = growing.Scene(
+        device, {name: chance.choices(drawn, k=chance.randint(1, 3)) for name in names}, trained
+    )
     turns = itertools.cycle(growing.SIDES)
     with scene.manager.phase(side := next(turns)) as phase:
         for _ in range(steps):
             scene.check(side)
             scene.grow(side, chance, drawn)
             gone, side = side, next(turns)
-            device.capacity_bytes = max(scene.needs(gone), scene.needs(side)) + spare_chunks * chunk_bytes
+            device.capacity_bytes = (
+                max(scene.needs(gone), scene.needs(side)) + spare_chunks * chunk_bytes
+            )
             phase.switch(side)
             scene.check(side)
     scene.leave()

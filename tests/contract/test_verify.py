@@ -1,4 +1,5 @@
-"""verify=: a byte that changes on the way or in the host copy is found and named, and the good copy is kept."""
+"""verify=: a byte that changes on the way or in the host copy is found and named, and the good copy
+is kept."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class BadLink(Faults):
             return
         number, self.spoilt = self.spoilt[0], self.spoilt[1:]
         if number >= 0:
-            address = copies[0].device_address if direction == "to_device" else copies[0].host_address
+            address = (
+                copies[0].device_address if direction == "to_device" else copies[0].host_address
+            )
             at = ctypes.c_uint8.from_address(address + copies[0].nbytes // 2)
             at.value ^= 4
 
@@ -90,19 +93,29 @@ def flip(handle: Any, chunk: int, at: int = 12345) -> None:
 
 @pytest.mark.parametrize("after", ["registration", "a clean offload", "a dirty offload"])
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(worker: VerifiedPair, chunk: int, after: str) -> None:
+def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(
+    worker: VerifiedPair, chunk: int, after: str
+) -> None:
     if after != "registration":
         with worker.manager.phase("train"):
             if after == "a dirty offload":
                 worker.write()
     flip(worker.actor, chunk)
-    named = rf"chunk {chunk} of 4 \({chunk}\) changed in the host copy of 'actor' after it was offloaded at \d{{4}}-\d\d-\d\dT"
+    named = (
+        rf"chunk {chunk} of 4 \({chunk}\) changed in the host copy of 'actor' "
+        r"after "
+        r"it "
+        r"was "
+        rf"offloaded at \d{{4}}-\d\d-\d\dT"
+    )
     with pytest.raises(IntegrityError, match=named), worker.manager.phase("train"):
         pytest.fail("the phase began")
     assert worker.actor.state is State.CPU_OFFLOADED
     assert worker.actor.broken is not None
     assert worker.device.memory().chunk_bytes == 0
-    assert {handle.broken for name, handle in worker.manager.handles.items() if name != "actor"} == {None}
+    assert {
+        handle.broken for name, handle in worker.manager.handles.items() if name != "actor"
+    } == {None}
 
 
 def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
@@ -110,7 +123,10 @@ def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
     flip(worker.actor, 2)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
-    with pytest.raises(BrokenHandleError, match="chunk 2 of 4"), worker.manager.phase("weight_sync"):
+    with (
+        pytest.raises(BrokenHandleError, match="chunk 2 of 4"),
+        worker.manager.phase("weight_sync"),
+    ):
         pass  # it is not published either
     for _ in range(2):
         with pytest.raises(BrokenHandleError, match="chunk 2 of 4"), worker.manager.phase("train"):
@@ -146,7 +162,9 @@ def test_a_sample_catches_its_share_and_leaves_the_random_numbers_of_the_script_
 
 
 @pytest.mark.parametrize(("chunk", "by_link"), [(2, False), (0, True)])
-def test_a_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(worker: VerifiedPair, chunk: int, by_link: bool) -> None:
+def test_a_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(
+    worker: VerifiedPair, chunk: int, by_link: bool
+) -> None:
     """One that was skipped, and one that arrived changed."""
     with worker.manager.phase("train") as phase:
         if by_link:
@@ -154,7 +172,14 @@ def test_a_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up
             worker.device.spoil("to_host")
         else:
             flip(worker.actor, chunk)
-        with pytest.raises(IntegrityError, match=rf"'actor': chunk {chunk} of 4 .* differ between the device and the host copy"):
+        with pytest.raises(
+            IntegrityError,
+            match=rf"'actor': chunk {chunk} of 4 "
+            r".* "
+            r"differ "
+            r"between "
+            r"the device and the host copy",
+        ):
             phase.switch("log_prob", only=["ref"])
         assert worker.actor.state is State.TRAINING
         assert_same(dict(worker.model.state_dict()), dict(worker.values))
@@ -172,7 +197,9 @@ def test_an_exit_makes_it_good_and_counts_it(worker: VerifiedPair) -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device(worker: VerifiedPair) -> None:
+def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device(
+    worker: VerifiedPair,
+) -> None:
     with worker.manager.phase("log_prob") as phase:
         flip(worker.ref, 1)
         with pytest.raises(IntegrityError, match="'ref': chunk 1 of 3"):
@@ -188,7 +215,9 @@ def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device(wor
 # --- the link
 
 
-def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good(worker: VerifiedPair) -> None:
+def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good(
+    worker: VerifiedPair,
+) -> None:
     worker.manager.enter("train")
     worker.write()
     worker.device.spoil("to_host", count=10**6)
@@ -203,9 +232,14 @@ def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good(w
     assert_nothing_resident(worker.manager)
 
 
-def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again(worker: VerifiedPair) -> None:
+def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again(
+    worker: VerifiedPair,
+) -> None:
     worker.device.spoil("to_device")
-    with pytest.raises(IntegrityError, match=r"'actor': chunk \d of 4 .* did not arrive on the device"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"'actor': chunk \d of 4 .* did not arrive on the device",
+    ):
         worker.manager.enter("train")
     assert (worker.actor.state, worker.actor.broken) == (State.CPU_OFFLOADED, None)
     assert worker.device.memory().chunk_bytes == 0
@@ -215,12 +249,23 @@ def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_ag
 
 
 def test_state_on_its_first_way_to_the_host_is_compared_too() -> None:
-    worker = Worker(device=(device := BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))), verify="always")
-    first = r"'actor.optimizer': 'state.* differs between the device and the host copy after its first offload"
+    worker = Worker(
+        device=(device := BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))), verify="always"
+    )
+    first = (
+        r"'actor.optimizer': 'state.* differs between the device and the host "
+        r"copy "
+        r"after "
+        r"its "
+        r"first offload"
+    )
     with worker.manager.phase("train", only=["actor"]) as phase:
         learn(worker.net, worker.adam)
         worker.adam.zero_grad()
-        state, values = copy.deepcopy(worker.adam.state_dict()), copy.deepcopy(worker.net.state_dict())
+        state, values = (
+            copy.deepcopy(worker.adam.state_dict()),
+            copy.deepcopy(worker.net.state_dict()),
+        )
         device.spoil("to_host")
         with pytest.raises(IntegrityError, match=first):
             phase.switch("log_prob", only=["actor"])
@@ -234,7 +279,8 @@ def test_state_on_its_first_way_to_the_host_is_compared_too() -> None:
 
 @pytest.mark.parametrize("verify", ["always", "sample", "off"])
 def test_nothing_else_changes(verify: str) -> None:
-    """The same bytes are copied, the same skipped, and the same values come out, whatever is verified."""
+    """The same bytes are copied, the same skipped, and the same values come out, whatever is
+    verified."""
     worker, plain = VerifiedPair(verify), VerifiedPair("off")
     for each in (worker, plain):
         for seed in range(3):
@@ -245,8 +291,14 @@ def test_nothing_else_changes(verify: str) -> None:
         assert_nothing_resident(each.manager)
     for name, handle in worker.manager.handles.items():
         other = plain.manager.handles[name].counters
-        assert (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) == (other.offloaded_bytes, other.skipped_bytes)
-        assert (handle.counters.loaded_bytes, handle.counters.failures) == (other.loaded_bytes, other.failures)
+        assert (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) == (
+            other.offloaded_bytes,
+            other.skipped_bytes,
+        )
+        assert (handle.counters.loaded_bytes, handle.counters.failures) == (
+            other.loaded_bytes,
+            other.failures,
+        )
         assert_same(handle.state_dict(), plain.manager.handles[name].state_dict())
 
 

@@ -1,4 +1,5 @@
-"""The names that Python blocks of the pages run with: `<!-- code: with NAME -->` takes those that the function NAME gives.
+"""The names that Python blocks of the pages run with: `<!-- code: with NAME -->` takes those that
+the function NAME gives.
 
 Each function gives a dict in which the block runs. The lines after its `yield` check the result.
 """
@@ -31,14 +32,22 @@ CONTEXTS: dict[str, Callable[[Tools], Any]] = {}
 
 
 class Tools:
-    """The test that a context serves: its folder, its patches, and the texts to replace in its block."""
+    """The test that a context serves: its folder, its patches, and the texts to replace in its
+    block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch = monkeypatch
         self.folder = folder
         self.replaced: dict[str, str] = {}
-        """Texts of the blocks that are other ones here: addresses, folders, what a machine without a GPU lacks."""
-        self.training = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        """Texts of the blocks that are other ones here: addresses, folders, what a machine without
+        a GPU lacks."""
+        self.training = {
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
         self.take_for_gpu(simulated())
 
     def take_for_gpu(self, device: Device) -> None:
@@ -65,7 +74,12 @@ def _log_probs(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
         return model(samples).log_softmax(-1)
 
 
-def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: torch.Tensor, *before: torch.Tensor) -> None:
+def _update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: torch.Tensor,
+    *before: torch.Tensor,
+) -> None:
     new = model(samples).log_softmax(-1)
     loss = sum(((new - old.detach()) ** 2).mean() for old in before) + new.square().mean()
     loss.backward()
@@ -99,7 +113,12 @@ def worker(tools: Tools) -> Iterator[Names]:
     assert_nothing_resident(names["manager"])
     assert not torch.equal(names["actor"].state_dict()["weight"], first), "nothing was trained"
     published = names["engine"].state_dict()["weight"]
-    assert torch.equal(published, names["actor"].state_dict()["weight"].to(torch.bfloat16 if "state" in names else published.dtype))
+    assert torch.equal(
+        published,
+        names["actor"]
+        .state_dict()["weight"]
+        .to(torch.bfloat16 if "state" in names else published.dtype),
+    )
 
 
 @context
@@ -118,7 +137,12 @@ def manager(tools: Tools) -> Iterator[Names]:
 def disk(tools: Tools) -> Iterator[Names]:
     """Models that are to be registered, and a folder on a disk."""
     tools.replaced["/mnt/nvme/placement"] = str(tools.folder)
-    names: Names = {"placement": placement, "actor_model": _linear(), "ref_model": _linear(), "critic_model": _linear()}
+    names: Names = {
+        "placement": placement,
+        "actor_model": _linear(),
+        "ref_model": _linear(),
+        "critic_model": _linear(),
+    }
     yield names
     made = names["manager"]
     made.check_integrity()
@@ -134,7 +158,11 @@ def masters(tools: Tools) -> Iterator[Names]:
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         optimizer.state[parameter]["master"] = parameter.detach().float()
-    names: Names = {"manager": placement.Manager(), "actor_model": model, "actor_optimizer": optimizer}
+    names: Names = {
+        "manager": placement.Manager(),
+        "actor_model": model,
+        "actor_optimizer": optimizer,
+    }
     yield names
     assert names["actor"].host_bytes == 0
     names["manager"].close()
@@ -143,7 +171,11 @@ def masters(tools: Tools) -> Iterator[Names]:
 @context
 def alone(tools: Tools) -> Iterator[Names]:
     """A manager without handles, and a model that generates."""
-    names: Names = {"placement": placement, "manager": placement.Manager(device=simulated()), "model": _linear()}
+    names: Names = {
+        "placement": placement,
+        "manager": placement.Manager(device=simulated()),
+        "model": _linear(),
+    }
     yield names
     assert isinstance(names["engine"], placement.TorchEngine)
     assert names["engine"].module is names["model"]
@@ -153,11 +185,24 @@ def alone(tools: Tools) -> Iterator[Names]:
 def ranks(tools: Tools) -> Iterator[Names]:
     """The one rank of a torchrun job of one, with a process group."""
     port = tools.free_port()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         tools.monkeypatch.setenv(name, value)
     store = dist.TCPStore("127.0.0.1", tools.free_port(), is_master=True, wait_for_workers=False)
     tools.replaced |= {'"cpu:gloo,cuda:nccl"': '"gloo"'}
-    names: Names = {"placement": placement, "torch": torch, "dist": dist, "store": store, "rank": 0, "world_size": 1, "model": _linear()}
+    names: Names = {
+        "placement": placement,
+        "torch": torch,
+        "dist": dist,
+        "store": store,
+        "rank": 0,
+        "world_size": 1,
+        "model": _linear(),
+    }
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
     yield names
     try:
@@ -191,7 +236,14 @@ def listed(tools: Tools) -> Iterator[Names]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     place = tools.folder
     tools.replaced |= {'"/var/targets': f'"{place}'}
-    names: Names = {"torch": torch, "Path": Path, "as_json": as_json, "rank": 0, "world_size": 1, "server": made.serve()}
+    names: Names = {
+        "torch": torch,
+        "Path": Path,
+        "as_json": as_json,
+        "rank": 0,
+        "world_size": 1,
+        "server": made.serve(),
+    }
     try:
         yield names
         assert targets_in(place) == [names["server"].target]
@@ -222,11 +274,14 @@ def vllm(tools: Tools) -> Iterator[Names]:
         "send": send,
         "prompts": [],
         "generate": lambda prompts: said.append(server.generate()),
-        "train": lambda samples: _update(model, optimizer, torch.ones(4, WIDTH), torch.zeros(4, WIDTH)),
+        "train": lambda samples: _update(
+            model, optimizer, torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+        ),
     }
     try:
         yield names
-        assert said == ["actor"]  # generated with the weights that were published, and all memory there
+        # generated with the weights that were published, and all memory there
+        assert said == ["actor"]
         assert server.memory.tags == set()
         assert server.accidents == []
         assert_nothing_resident(names["manager"])
@@ -293,7 +348,9 @@ def verl(tools: Tools) -> Iterator[Names]:
         "placement": placement,
         "build_model_and_optimizer": build_model_and_optimizer,
         "compute_log_prob": _log_probs,
-        "update_policy": lambda model, optimizer, data: _update(model, optimizer, data, torch.zeros(4, WIDTH)),
+        "update_policy": lambda model, optimizer, data: _update(
+            model, optimizer, data, torch.zeros(4, WIDTH)
+        ),
         "rollout": placement.TorchEngine(_linear()),
         "data": torch.ones(4, WIDTH),
     }
@@ -330,7 +387,9 @@ def saver(tools: Tools) -> Iterator[Names]:
         "prompts": torch.ones(4, WIDTH),
         "batch": torch.ones(4, WIDTH),
         "generate": lambda prompts: generator(prompts).detach(),
-        "train": lambda model, optimizer, batch: _update(model, optimizer, batch, torch.zeros(4, WIDTH)),
+        "train": lambda model, optimizer, batch: _update(
+            model, optimizer, batch, torch.zeros(4, WIDTH)
+        ),
     }
     yield names
     assert_nothing_resident(names["manager"])
@@ -338,13 +397,20 @@ def saver(tools: Tools) -> Iterator[Names]:
 
 @context
 def trl(tools: Tools) -> Iterator[Names]:
-    """What a script that trains with TRL has: a model, a tokenizer, prompts and a reward function."""
+    """What a script that trains with TRL has: a model, a tokenizer, prompts and a reward
+    function."""
     pytest.importorskip("trl", reason="TRL is not installed")
     from trl import GRPOConfig
 
     warnings.simplefilter("ignore")  # pytest sets the filters anew for each test
     tools.monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
-    sizes = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4, "max_steps": 1, "learning_rate": 1e-2}
+    sizes = {
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+    }
     names: Names = {
         "model": huggingface.model_from(huggingface.saved_model(tools.folder / "model")),
         "tokenizer": huggingface.tokenizer(),
@@ -357,7 +423,10 @@ def trl(tools: Tools) -> Iterator[Names]:
     yield names
     if names["trainer"].manager.handles:  # it is not closed
         assert_nothing_resident(names["trainer"].manager)
-    assert any(not torch.equal(value, first[name]) for name, value in huggingface.weights_of(names["model"]).items()), "nothing was trained"
+    assert any(
+        not torch.equal(value, first[name])
+        for name, value in huggingface.weights_of(names["model"]).items()
+    ), "nothing was trained"
 
 
 @context
@@ -367,7 +436,9 @@ def trainer(tools: Tools) -> Iterator[Names]:
     from transformers import Qwen2ForSequenceClassification, Trainer, TrainingArguments
 
     class RewardedTrainer(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             outputs = model(**inputs)
             loss = outputs.loss * names["reward_model"](inputs["input_ids"]).logits.mean()
             return (loss, outputs) if return_outputs else loss
@@ -376,8 +447,16 @@ def trainer(tools: Tools) -> Iterator[Names]:
     names: Names = {
         "RewardedTrainer": RewardedTrainer,
         "model": huggingface.model_from(huggingface.saved_model(tools.folder / "model")),
-        "reward_model": Qwen2ForSequenceClassification(huggingface.config(num_labels=1)).requires_grad_(False),
-        "args": TrainingArguments(**tools.training, per_device_train_batch_size=1, max_steps=1, eval_strategy="steps", eval_steps=1),
+        "reward_model": Qwen2ForSequenceClassification(
+            huggingface.config(num_labels=1)
+        ).requires_grad_(False),
+        "args": TrainingArguments(
+            **tools.training,
+            per_device_train_batch_size=1,
+            max_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+        ),
         "examples": [{"input_ids": ids, "labels": ids}],
     }
     yield names

@@ -1,4 +1,5 @@
-"""The pages of the documentation, and what they are made of: Python blocks, links, anchors, tables."""
+"""The pages of the documentation, and what they are made of: Python blocks, links, anchors,
+tables."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def blocks(page: Path) -> list[Block]:
         if opening is None:
             index += 1
             continue
-        end = next((n for n in range(index + 1, len(lines)) if lines[n].strip() == opening[2]), None)
+        end = next(
+            (n for n in range(index + 1, len(lines)) if lines[n].strip() == opening[2]), None
+        )
         if end is None:
             raise ValueError(f"{page.name}:{index + 1}: this block has no end")
         mark = _MARK.fullmatch(lines[index - 1].strip()) if index else None
@@ -65,7 +68,8 @@ def prose_with_code(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page: its headings, as the site names them, and the names that a reference page shows."""
+    """The anchors of a page: its headings, as the site names them, and the names that a reference
+    page shows."""
     found: set[str] = set()
     for line in prose_with_code(page).splitlines():
         if (heading := _HEADING.match(line)) is not None:
@@ -82,8 +86,13 @@ def slug(heading: str) -> str:
 
 
 def between(page: Path, mark: str) -> str:
-    """The text between `<!-- mark -->` and `<!-- /mark -->`. Raises ValueError: the marks are not there."""
-    found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->", page.read_text(encoding="utf-8"), re.DOTALL)
+    """The text between `<!-- mark -->` and `<!-- /mark -->`. Raises ValueError: the marks are not
+    there."""
+    found = re.search(
+        rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->",
+        page.read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     if found is None:
         raise ValueError(f"{page.name} has nothing between <!-- {mark} --> and <!-- /{mark} -->")
     return found[1]
@@ -92,4 +101,6 @@ def between(page: Path, mark: str) -> str:
 def rows(table: str) -> list[list[str]]:
     """The cells of a table in Markdown, without its head and without backticks."""
     lines = [line.strip() for line in table.splitlines() if line.strip().startswith("|")]
-    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]
+    ]

@@ -23,7 +23,12 @@ MOST_NAMES_ONLY = 2
 
 
 def python_blocks() -> list[Block]:
-    return [block for page in PAGES for block in blocks(page) if block.language.split(" ")[0] == "python"]
+    return [
+        block
+        for page in PAGES
+        for block in blocks(page)
+        if block.language.split(" ")[0] == "python"
+    ]
 
 
 def programs() -> list[list[Block]]:
@@ -52,7 +57,8 @@ def compiled(block: Block, replaced: dict[str, str]) -> Any:
     return compile("\n" * (block.line - 1) + text, str(block.page), "exec")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's checkpoints say so of a single process
+# torch's checkpoints say so of a single process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program[0].place)
 def test_blocks_run(program: list[Block], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,7 +70,9 @@ def test_blocks_run(program: list[Block], monkeypatch: pytest.MonkeyPatch, tmp_p
         assert set(names) > {"__name__", "__builtins__"}, "the block has made nothing"
         return
     assert mark.startswith(WITH), f"{program[0].place}: unknown mark {mark!r}"
-    assert mark.removeprefix(WITH) in CONTEXTS, f"{program[0].place}: tests/docs/contexts.py has no {mark.removeprefix(WITH)!r}"
+    assert mark.removeprefix(WITH) in CONTEXTS, (
+        f"{program[0].place}: tests/docs/contexts.py has no {mark.removeprefix(WITH)!r}"
+    )
     with CONTEXTS[mark.removeprefix(WITH)](tools) as names:
         _run(program, names, tools)
 
@@ -82,13 +90,22 @@ def test_blocks_that_cannot_run_here_name_what_exists(block: Block) -> None:
 
 
 def test_few_blocks_cannot_run() -> None:
-    assert len([block for block in names_only() if block.page.name not in FRAMEWORKS_NEVER_RUN]) <= MOST_NAMES_ONLY
+    assert (
+        len([block for block in names_only() if block.page.name not in FRAMEWORKS_NEVER_RUN])
+        <= MOST_NAMES_ONLY
+    )
 
 
 def test_every_mark_is_above_a_python_block() -> None:
-    marks = sum(line.strip().startswith("<!-- code: ") for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
+    marks = sum(
+        line.strip().startswith("<!-- code: ")
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+    )
     assert marks == sum(bool(block.mark) for block in python_blocks())
-    used = {block.mark.removeprefix(WITH) for block in python_blocks() if block.mark.startswith(WITH)}
+    used = {
+        block.mark.removeprefix(WITH) for block in python_blocks() if block.mark.startswith(WITH)
+    }
     assert used == set(CONTEXTS)
 
 
@@ -96,7 +113,8 @@ def test_every_mark_is_above_a_python_block() -> None:
 
 
 def resolve_all(tree: ast.Module) -> int:
-    """How many names of modules a block has; each of them exists, but for those of frameworks that are never installed here."""
+    """How many names of modules a block has; each of them exists, but for those of frameworks that
+    are never installed here."""
     found = {each for each in attributes(tree) if each[0].split(".")[0] not in ABSENT}
     for module, names in found:
         resolve(module, names)
@@ -113,7 +131,11 @@ def attributes(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", (alias.name,)) for alias in node.names)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)) is not None and dotted[0] in modules:
+        if (
+            isinstance(node, ast.Attribute)
+            and (dotted := _dotted(node)) is not None
+            and dotted[0] in modules
+        ):
             yield dotted[0], dotted[1:]
 
 
@@ -129,7 +151,11 @@ def resolve(module: str, names: tuple[str, ...]) -> None:
     """Look for `module.names...`. Raises AttributeError: there is no such name."""
     found: Any = importlib.import_module(module)
     for name in names:
-        if isinstance(found, ModuleType) and not hasattr(found, name) and importlib.util.find_spec(f"{found.__name__}.{name}"):
+        if (
+            isinstance(found, ModuleType)
+            and not hasattr(found, name)
+            and importlib.util.find_spec(f"{found.__name__}.{name}")
+        ):
             found = importlib.import_module(f"{found.__name__}.{name}")
         else:
             found = getattr(found, name)

@@ -11,7 +11,9 @@ import placement
 from tests.docs.pages import DOCS, PAGES, README, ROOT, anchors, links, prose_with_code
 
 PACKAGE = Path(placement.__file__).parent
-_FILE = re.compile(r"`((?:bench|docs|examples|placement|policies|tests)/[\w./-]*|[A-Z]{4,}\.md|Makefile|mkdocs\.yml|constraints\.txt)`")
+_FILE = re.compile(
+    r"`((?:bench|docs|examples|placement|policies|tests)/[\w./-]*|[A-Z]{4,}\.md|Makefile|mkdocs\.yml|constraints\.txt)`"
+)
 
 
 def broken(page: Path) -> list[str]:
@@ -42,10 +44,17 @@ def test_readme_is_short_and_needs_no_file_beside_it() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     named = set(_FILE.findall(prose_with_code(page)))
-    assert {name for name in named if not any((place / name).exists() for place in (ROOT, PACKAGE.parent)) and not _is_made(name)} == set()
+    assert {
+        name
+        for name in named
+        if not any((place / name).exists() for place in (ROOT, PACKAGE.parent))
+        and not _is_made(name)
+    } == set()
 
 
 def _is_made(name: str) -> bool:
     """Whether it is a pattern in words, made by a command, or a figure of `Snapshot.since`."""
-    is_figure = name.startswith("placement/") and name.split("/")[1].endswith(("_seconds", "_bytes"))
+    is_figure = name.startswith("placement/") and name.split("/")[1].endswith(
+        ("_seconds", "_bytes")
+    )
     return name.startswith("bench/results") or "..." in name or is_figure

@@ -14,17 +14,32 @@ from tests.docs.pages import DOCS, PAGES, ROOT, blocks
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    named = re.findall(r"^\s+- (?:[^:\n]+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    named = re.findall(
+        r"^\s+- (?:[^:\n]+: )?([\w/]+\.md)$",
+        (ROOT / "mkdocs.yml").read_text(),
+        flags=re.MULTILINE,
+    )
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings", reason="mkdocs and mkdocstrings (the extra docs) are not installed")
+    pytest.importorskip(
+        "mkdocstrings", reason="mkdocs and mkdocstrings (the extra docs) are not installed"
+    )
     pytest.importorskip("material", reason="mkdocs-material (the extra docs) is not installed")
     script = tmp_path / "mermaid.js"
     script.write_text("// draws\n")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -35,7 +50,11 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     manager = (tmp_path / "site" / "reference" / "manager.html").read_text()
     assert 'id="placement.Manager.register"' in manager  # the docstrings are there
     architecture = (tmp_path / "site" / "architecture.html").read_text()
-    assert architecture.count('<pre class="mermaid">') == (DOCS / "architecture.md").read_text().count("```mermaid") > 0
+    assert (
+        architecture.count('<pre class="mermaid">')
+        == (DOCS / "architecture.md").read_text().count("```mermaid")
+        > 0
+    )
     assert "javascripts/mermaid.min.js" in architecture
     assert (tmp_path / "site" / "javascripts" / "mermaid.min.js").read_text() == "// draws\n"
     loaded = re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?://[^"]+)"', architecture)

@@ -69,7 +69,9 @@ def publish(actor: Any, engine: TaggedEngine, bucket_bytes: int = 1) -> None:
 
 def beside(engine: Any, shared: Path, **options: Any) -> tuple[Manager, Any, Any]:
     """A manager with an actor and an engine on one simulated device, and the handles of both."""
-    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared), **options)
+    manager = Manager(
+        device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared), **options
+    )
     module = torch.nn.Linear(64, 64)
     actor = manager.register("actor", module, role="actor")
     manager.module = module  # type: ignore[attr-defined] # a handle keeps no model alive

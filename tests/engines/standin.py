@@ -1,7 +1,8 @@
 """Stand-ins of rollout engines' servers: HTTP on loopback, and memory on a simulated device.
 
-Routes, status codes, bodies and traps are vLLM's and SGLang's; each behaviour names the file that it follows. What would corrupt or kill
-the real engine is noted in `accidents`, and kills the stand-in where it kills the real one: from then on connections break.
+Routes, status codes, bodies and traps are vLLM's and SGLang's; each behaviour names the file that
+it follows. What would corrupt or kill the real engine is noted in `accidents`, and kills the
+stand-in where it kills the real one: from then on connections break.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Memory:
     tag_bytes: ClassVar = TAG_BYTES
 
     def __init__(self, shared: Path, tags: tuple[str, ...]) -> None:
-        self._device = SimulatedDevice(self.capacity_bytes, chunk_bytes=self.chunk_bytes, shared_with=shared)
+        self._device = SimulatedDevice(
+            self.capacity_bytes, chunk_bytes=self.chunk_bytes, shared_with=shared
+        )
         self._chunks: dict[str, list[Chunk]] = {}
         self.is_moving = True
         for tag in tags:
@@ -89,7 +92,9 @@ class StandIn:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -115,7 +120,9 @@ class StandIn:
         if (method == "GET") is not (parts.path in self.reading):
             return 405, {"detail": "Method Not Allowed"}
         if parts.path not in self.reading and parts.path != "/flush_cache":
-            self.sent.append(f"{method} {target}" if body is None else f"{method} {target} {json.dumps(body)}")
+            self.sent.append(
+                f"{method} {target}" if body is None else f"{method} {target} {json.dumps(body)}"
+            )
         if parts.path in self.hanging:
             self._let_go.wait(20)
             return 503, ...
@@ -144,7 +151,13 @@ class StandIn:
                     self.close_connection = True
                     self.connection.close()
                     return
-                payload = said.encode() if isinstance(said, str) else b"" if said is ... else json.dumps(said).encode()
+                payload = (
+                    said.encode()
+                    if isinstance(said, str)
+                    else b""
+                    if said is ...
+                    else json.dumps(said).encode()
+                )
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(payload)))
                 self.end_headers()
@@ -168,7 +181,8 @@ def _error(code: int, message: str) -> Reply:
 
 
 class Vllm033(StandIn):
-    """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py.
+    """vLLM 0.33.0: vllm/entrypoints/serve/dev/sleep/api_router.py,
+    vllm/entrypoints/rl/online/api_router.py.
 
     `sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py).
     """
@@ -222,13 +236,18 @@ class Vllm033(StandIn):
             if tags is None or (tags := [tag for tag in tags if tag != "scheduling"]):
                 self.executor_wake(tags)
         except DeviceMemoryError:
-            return _error(500, "Call to wake_up method failed: CUDA Error: out of memory at /csrc/cumem_allocator.cpp:163")
+            return _error(
+                500,
+                "Call to wake_up method failed: CUDA Error: out of memory at "
+                "/csrc/cumem_allocator.cpp:163",
+            )
         if not self.sleeping:
             self.is_paused = False
         return 200, {"status": "sleeping" if self.sleeping else "awake", "tags": tags}
 
     def is_sleeping(self, query: dict[str, list[str]], body: Any) -> Reply:
-        return 200, {"is_sleeping": bool(self.sleeping) or self.is_paused}  # vllm/v1/engine/core.py: is_sleeping
+        # vllm/v1/engine/core.py: is_sleeping
+        return 200, {"is_sleeping": bool(self.sleeping) or self.is_paused}
 
     def release_kv_cache_memory(self, query: dict[str, list[str]], body: Any) -> Reply:
         if not self.is_paused or self.in_flight or self.sleeping:
@@ -277,11 +296,13 @@ class Vllm033(StandIn):
 
 
 class Vllm024(Vllm033):
-    """vLLM 0.24.0: one flag for asleep, answers of 200 with nothing in them, and a pause that a wake does not end."""
+    """vLLM 0.24.0: one flag for asleep, answers of 200 with nothing in them, and a pause that a
+    wake does not end."""
 
     def executor_sleep(self, level: int) -> None:
         if self.sleeping:
-            return  # "Executor is already sleeping.", although after a partial wake the weights are back
+            # "Executor is already sleeping.", although after a partial wake the weights are back
+            return
         super().executor_sleep(level)
 
     def sleep(self, query: dict[str, list[str]], body: Any) -> Reply:
@@ -300,7 +321,11 @@ class Vllm024(Vllm033):
         return 200, {"is_sleeping": bool(self.sleeping)}
 
     routes: ClassVar[Routes] = {
-        **{path: route for path, route in Vllm033.routes.items() if path != "/release_kv_cache_memory"},
+        **{
+            path: route
+            for path, route in Vllm033.routes.items()
+            if path != "/release_kv_cache_memory"
+        },
         "/sleep": sleep,
         "/wake_up": wake_up,
         "/is_sleeping": is_sleeping,
@@ -311,15 +336,22 @@ class Vllm024(Vllm033):
 
 
 class Sglang0523(StandIn):
-    """SGLang 0.5.23: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/scheduler_components/weight_updater.py."""
+    """SGLang 0.5.23: sglang/srt/entrypoints/http_server.py,
+    sglang/srt/managers/scheduler_components/weight_updater.py."""
 
     info_route = "/server_info"
     tags: ClassVar = ("weights", "kv_cache", "cuda_graph")
 
-    def __init__(self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True) -> None:
+    def __init__(
+        self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True
+    ) -> None:
         super().__init__(shared, self.tags)
         self.memory.is_moving = has_saver
-        self.settings = {"enable_memory_saver": has_saver, "enable_weights_cpu_backup": keeps_weights, "startup_time": {"total": 12.5}}
+        self.settings = {
+            "enable_memory_saver": has_saver,
+            "enable_weights_cpu_backup": keeps_weights,
+            "startup_time": {"total": 12.5},
+        }
         self.offload_tags: set[str] = set()
         self.is_paused = False
         self.host_copy: str | None = None
@@ -331,7 +363,12 @@ class Sglang0523(StandIn):
 
     def answer(self, method: str, target: str, body: Any) -> Reply:
         if method == "POST" and body is None and target != "/flush_cache":
-            return 400, {"object": "error", "message": "Field required", "type": "Bad Request", "code": 400}
+            return 400, {
+                "object": "error",
+                "message": "Field required",
+                "type": "Bad Request",
+                "code": 400,
+            }
         return super().answer(method, target, body)
 
     @staticmethod
@@ -348,7 +385,9 @@ class Sglang0523(StandIn):
             self.offload_tags.add(tag)
             self.memory.give(tag)
             if tag == "weights" and self.settings["enable_memory_saver"]:
-                self.host_copy = self.weights if self.settings["enable_weights_cpu_backup"] else None
+                self.host_copy = (
+                    self.weights if self.settings["enable_weights_cpu_backup"] else None
+                )
                 self.weights = GARBAGE
         return 200, None
 
@@ -405,9 +444,12 @@ class Sglang0523(StandIn):
 
 
 class Sglang059(Sglang0523):
-    """SGLang 0.5.9: the same core; its settings have the older name only, and no time of the start."""
+    """SGLang 0.5.9: the same core; its settings have the older name only, and no time of the
+    start."""
 
-    routes: ClassVar[Routes] = {route: call for route, call in Sglang0523.routes.items() if route != "/server_info"}
+    routes: ClassVar[Routes] = {
+        route: call for route, call in Sglang0523.routes.items() if route != "/server_info"
+    }
 
     def __init__(self, shared: Path, **options: Any) -> None:
         super().__init__(shared, **options)

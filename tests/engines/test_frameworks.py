@@ -1,4 +1,5 @@
-"""`TorchEngine` around modules of every framework: on two ranks with gloo, and alone. The modules are those of tests/sharded."""
+"""`TorchEngine` around modules of every framework: on two ranks with gloo, and alone. The modules
+are those of tests/sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from placement import Engine, EngineError, Lazy, Manager, NotResidentError, RegistrationError, State, TorchEngine
+from placement import (
+    Engine,
+    EngineError,
+    Lazy,
+    Manager,
+    NotResidentError,
+    RegistrationError,
+    State,
+    TorchEngine,
+)
 from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Reader
 from placement.publish.buckets import publishable
@@ -21,7 +31,8 @@ from tests.sharded import one_of_each, test_quantized, training
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
-# --- on ranks: an engine around a module of each framework, fed by an actor of each; tests/gpu runs the same with NCCL
+# --- on ranks: an engine around a module of each framework, fed by an actor of each; tests/gpu runs
+# the same with NCCL
 
 GATHERING = {"fsdp1_original", "fsdp1_flat"}
 """Whose state dict is torch's to gather, on the device."""
@@ -54,10 +65,15 @@ def engine_module(kind: str, device: str) -> Any:
     return model
 
 
-def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> dict[str, torch.Tensor]:
+def whole_weights(
+    module: nn.Module, device: str, adapters: Any = "merged"
+) -> dict[str, torch.Tensor]:
     reader = Reader(training.here(device))
     with torch.no_grad():
-        return {name: weight.whole(reader, weight.dtype) for name, weight in publishable(module, frameworks_of(module), adapters)}
+        return {
+            name: weight.whole(reader, weight.dtype)
+            for name, weight in publishable(module, frameworks_of(module), adapters)
+        }
 
 
 class Rig:
@@ -81,12 +97,17 @@ class Rig:
         return out
 
     def assert_away(self) -> None:
-        """Outside the rollout: nothing of it on the device and every use refused; or its framework's, untouched."""
+        """Outside the rollout: nothing of it on the device and every use refused; or its
+        framework's, untouched."""
         assert_nothing_resident(self.manager, allow_foreign=True)
         training.assert_off(self.manager)
         if self.kind in EXTERNAL:
             assert self.rollout.external
-            assert all(value.isfinite().all() for p in self.module.parameters() for _, value in training.local_parts(p))
+            assert all(
+                value.isfinite().all()
+                for p in self.module.parameters()
+                for _, value in training.local_parts(p)
+            )
             return
         assert not self.rollout.external
         assert (self.rollout.resident_bytes, bool(self.rollout.host_bytes)) == (0, True)
@@ -106,7 +127,8 @@ class Rig:
         return {name: training.as_bytes(tensor) for each in found for name, tensor in each.items()}
 
     def state_dict(self) -> dict[str, bytes] | None:
-        """This rank's part of the engine's state dict; None where its framework would have to gather it."""
+        """This rank's part of the engine's state dict; None where its framework would have to
+        gather it."""
         try:
             return training.bytes_of(self.rollout.state_dict())
         except NotResidentError:
@@ -115,7 +137,8 @@ class Rig:
 
 
 def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
-    """The life of an engine: rollouts and syncs in several orders; what it holds is right in every state."""
+    """The life of an engine: rollouts and syncs in several orders; what it holds is right in every
+    state."""
     rig = Rig(engine, actor, device)
     manager = rig.manager
     rig.assert_away()
@@ -138,8 +161,12 @@ def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
             assert new_answer != answer
         with manager.phase("weight_sync"):
             found = rig.engine_weights()
-            assert {name: len(value) for name, value in found.items()} == {name: len(value) for name, value in published.items()}
-            assert found == published, [name for name, value in published.items() if found[name] != value]
+            assert {name: len(value) for name, value in found.items()} == {
+                name: len(value) for name, value in published.items()
+            }
+            assert found == published, [
+                name for name, value in published.items() if found[name] != value
+            ]
             inside = rig.state_dict() if engine not in GATHERING else None
             values = training.bytes_of(dict(rig.module.named_parameters()))
         rig.assert_away()
@@ -152,7 +179,9 @@ def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
     assert training.bytes_of(dict(module.named_parameters())) == values
     if device == "cpu":  # elsewhere it has been left on the host
         with torch.no_grad():
-            assert training.as_bytes(module(one_of_each.rows(5, device, same_data=True))) == new_answer
+            assert (
+                training.as_bytes(module(one_of_each.rows(5, device, same_data=True))) == new_answer
+            )
 
 
 def refuses_what_it_should(rig: Rig) -> None:
@@ -167,8 +196,12 @@ def refuses_what_it_should(rig: Rig) -> None:
                 engine.update_weights([(wrong, value)])
 
 
-@pytest.mark.parametrize("engine", [name for name in MADE if name not in ("plain", "compiled", "ddp")])
-def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(two_ranks: Ranks, engine: str) -> None:
+@pytest.mark.parametrize(
+    "engine", [name for name in MADE if name not in ("plain", "compiled", "ddp")]
+)
+def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(
+    two_ranks: Ranks, engine: str
+) -> None:
     two_ranks.run(roll_out, engine, engine)
 
 
@@ -231,11 +264,17 @@ def test_an_engine_in_a_process_of_its_own(kind: str) -> None:
         manager.check_integrity()
     manager.close()
     assert_same(inner(batch()).detach(), wanted)
-    assert not any(in_a_range(part) for parameter in inner.parameters() for _, part in training.local_parts(parameter))
+    assert not any(
+        in_a_range(part)
+        for parameter in inner.parameters()
+        for _, part in training.local_parts(parameter)
+    )
 
 
 @pytest.mark.parametrize(("package", "kind"), test_quantized.CASES)
-def test_a_quantised_engine_rolls_out_and_refuses_values_that_it_cannot_hold(package: str, kind: str) -> None:
+def test_a_quantised_engine_rolls_out_and_refuses_values_that_it_cannot_hold(
+    package: str, kind: str
+) -> None:
     inner = test_quantized.BUILD[package](kind)
     wanted = inner(test_quantized.batch(0)).detach()
     manager = make_manager()
@@ -244,8 +283,16 @@ def test_a_quantised_engine_rolls_out_and_refuses_values_that_it_cannot_hold(pac
         with manager.phase("rollout"), torch.no_grad():
             assert_same(inner(test_quantized.batch(0)), wanted)
         assert_nothing_resident(manager, allow_foreign=kind == "nested")
-    name, weight = next((name, p) for name, p in inner.named_parameters() if type(p) is not nn.Parameter)
-    refusal = rf"published weight '{name}' cannot be written.*(quantised in the same way|whose values are not its bytes)"
+    name, weight = next(
+        (name, p) for name, p in inner.named_parameters() if type(p) is not nn.Parameter
+    )
+    refusal = (
+        rf"published weight '{name}' cannot be written.*(quantised in the "
+        r"same "
+        r"way|whose "
+        r"values "
+        r"are not its bytes)"
+    )
     with manager.phase("weight_sync"), pytest.raises(EngineError, match=refusal):
         rollout.object.update_weights([(name, torch.zeros(weight.shape))])
     with manager.phase("rollout"), torch.no_grad():
@@ -281,7 +328,9 @@ def test_it_goes_with_its_registration(way: str, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("kind", ["module", "optimizer"])
-def test_an_object_that_is_collected_while_registered_is_told_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_that_is_collected_while_registered_is_told_of(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, model = make_manager(), net()
     optimizer = torch.optim.SGD(model.parameters())
     manager.register("actor", model, role="actor")

@@ -1,4 +1,5 @@
-"""vLLM's `LLM` and SGLang's `Engine` in this process: the real classes where they can be imported, else classes of their shape."""
+"""vLLM's `LLM` and SGLang's `Engine` in this process: the real classes where they can be imported,
+else classes of their shape."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.support.worker import assert_same, make_manager
 
 
 class LLM:
-    """vllm/entrypoints/llm.py, 0.33.0: `sleep`, `wake_up`, `release_kv_cache_memory`, `apply_model`, `llm_engine`."""
+    """vllm/entrypoints/llm.py, 0.33.0: `sleep`, `wake_up`, `release_kv_cache_memory`,
+    `apply_model`, `llm_engine`."""
 
     def __init__(self, shared: Path) -> None:
         self.memory = Memory(shared, ("weights", "kv_cache"))
@@ -36,7 +38,8 @@ class LLM:
         self.says = "disk"
         self.failing: dict[str, Exception] = {}
         self.llm_engine = SimpleNamespace(
-            is_sleeping=lambda: self.paused or bool(self.sleeping), has_unfinished_requests=lambda: self.unfinished > 0
+            is_sleeping=lambda: self.paused or bool(self.sleeping),
+            has_unfinished_requests=lambda: self.unfinished > 0,
         )
 
     def _load_weights(self, pairs: Any) -> set[str]:
@@ -80,17 +83,22 @@ class LLM:
     def apply_model(self, func: Any) -> list[Any]:
         return [func(self.model)]
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         self._called("reset_prefix_cache")
         return True
 
 
 class SglEngine:
-    """sglang/srt/entrypoints/engine.py, 0.5.23: release, resume, flush, `update_weights_from_tensor`, `server_args`."""
+    """sglang/srt/entrypoints/engine.py, 0.5.23: release, resume, flush,
+    `update_weights_from_tensor`, `server_args`."""
 
     def __init__(self, shared: Path, *, saver: bool = True) -> None:
         self.memory = Memory(shared, ("weights", "kv_cache"))
-        self.server_args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=False, tp_size=2)
+        self.server_args = SimpleNamespace(
+            enable_memory_saver=saver, enable_weights_cpu_backup=False, tp_size=2
+        )
         self.released: set[str] = set()
         self.busy = 0
         self.says = "disk"
@@ -119,14 +127,19 @@ class SglEngine:
         self.busy -= self.busy > 0
         return SimpleNamespace(success=self.busy == 0, message="")
 
-    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True) -> tuple[bool, str]:
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
+    ) -> tuple[bool, str]:
         assert "weights" not in self.released
         assert not flush_cache
         self.says = "actor" if self.accepts else self.says
         self.formats.append(load_format)
-        if load_format is not None:  # each rank reads its own payload, as SGLang's model runner does
+        # each rank reads its own payload, as SGLang's model runner does
+        if load_format is not None:
             assert len(named_tensors) == self.server_args.tp_size
-            named_tensors = FlattenedTensorBucket(**pickle.loads(named_tensors[1])).reconstruct_tensors()
+            named_tensors = FlattenedTensorBucket(
+                **pickle.loads(named_tensors[1])
+            ).reconstruct_tensors()
         self.got |= {name: tensor.clone() for name, tensor in named_tensors}
         return self.accepts, "" if self.accepts else "shape mismatch"
 
@@ -154,7 +167,10 @@ def test_vllm_that_fails(shared: Path) -> None:
     llm = LLM(shared)
     manager, actor, handle = beside(engine := VllmInProcess(llm), shared)
     llm.failing["wake_up"] = RuntimeError("CUDA Error: out of memory")
-    with pytest.raises(EngineError, match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory"):
+    with pytest.raises(
+        EngineError,
+        match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory",
+    ):
         manager.phase("rollout").__enter__()
     with pytest.raises(EngineError, match="so they are not valid"):
         manager.phase("rollout").__enter__()
@@ -176,7 +192,8 @@ def test_vllm_that_fails(shared: Path) -> None:
         llm.failing["release_kv_cache_memory"] = RuntimeError("an illegal memory access")
         with pytest.raises(EngineLost, match="illegal memory access"):
             step.switch("weight_sync")
-        assert handle.broken is not None  # not the open engine of before: it schedules nothing any more
+        # not the open engine of before: it schedules nothing any more
+        assert handle.broken is not None
         engine.assume(offloaded=[])
 
 
@@ -200,9 +217,19 @@ def test_what_is_no_engine_of_its_kind(shared: Path) -> None:
         VllmInProcess(object())
     with pytest.raises(ValueError, match="its sleep is asynchronous"):
         VllmInProcess(Asynchronous(shared))
-    with pytest.raises(ValueError, match=r"not an sglang\.Engine: it has no release_memory_occupation"):
+    with pytest.raises(
+        ValueError,
+        match=r"not an sglang\.Engine: it has no release_memory_occupation",
+    ):
         SglangInProcess(object())
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not a LLM; placement\.engines has the engines for vLLM and SGLang"):
+    with pytest.raises(
+        TypeError,
+        match=r"takes a torch\.nn\.Module, not a "
+        r"LLM; "
+        r"placement\.engines "
+        r"has the engines for vLLM and "
+        r"SGLang",
+    ):
         TorchEngine(LLM(shared))  # type: ignore[arg-type]
 
 
@@ -216,7 +243,12 @@ def test_steps_of_sglang(shared: Path) -> None:
             step.switch("rollout")
             assert inner.says == "actor"
             inner.busy = 2
-    assert inner.calls[:4] == [("release", ["kv_cache", "weights"]), ("resume", ["weights"]), ("resume", ["kv_cache"]), inner.calls[0]]
+    assert inner.calls[:4] == [
+        ("release", ["kv_cache", "weights"]),
+        ("resume", ["weights"]),
+        ("resume", ["kv_cache"]),
+        inner.calls[0],
+    ]
     assert_nothing_resident(manager)
 
 
@@ -225,24 +257,35 @@ def test_sglang_that_refuses_a_bucket_or_has_no_saver(shared: Path) -> None:
     engine = SglangInProcess(inner)
     manager, actor, _ = beside(engine, shared)
     inner.accepts = False
-    with pytest.raises(EngineError, match="refused a bucket of 1 weights: shape mismatch"), manager.phase("weight_sync"):
+    with (
+        pytest.raises(EngineError, match="refused a bucket of 1 weights: shape mismatch"),
+        manager.phase("weight_sync"),
+    ):
         publish(actor, engine)
     with pytest.raises(EngineError, match="mean nothing now"):
         manager.phase("rollout").__enter__()
     with pytest.raises(EngineError, match="memory saver"):
-        beside(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
+        beside(
+            SglangInProcess(SglEngine(shared.with_name("other"), saver=False)),
+            shared.with_name("other"),
+        )
 
 
 class Allocator:
-    """vllm/device_allocator/cumem.py, 0.33.0: a backup tensor for each allocation that was put to sleep, None while it is awake."""
+    """vllm/device_allocator/cumem.py, 0.33.0: a backup tensor for each allocation that was put to
+    sleep, None while it is awake."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
-        self.pointer_to_data = {index: SimpleNamespace(cpu_backup_tensor=None) for index in range(len(sizes))}
+        self.pointer_to_data = {
+            index: SimpleNamespace(cpu_backup_tensor=None) for index in range(len(sizes))
+        }
 
     def fill(self, is_asleep: bool) -> None:
         for data, nbytes in zip(self.pointer_to_data.values(), self.sizes.values(), strict=True):
-            data.cpu_backup_tensor = torch.empty(nbytes, dtype=torch.uint8) if is_asleep and nbytes else None
+            data.cpu_backup_tensor = (
+                torch.empty(nbytes, dtype=torch.uint8) if is_asleep and nbytes else None
+            )
 
 
 @pytest.mark.parametrize(("is_apart", "releases"), [(False, False), (False, True), (True, False)])
@@ -264,23 +307,30 @@ def test_the_mirror_of_vllm_is_what_its_allocator_has(
     assert rollout.host_bytes == known
     with manager.phase("weight_sync"):
         publish(actor, rollout.object)
-        assert rollout.host_bytes == (0 if releases else TAG_BYTES["weights"] if is_apart else known)
+        assert rollout.host_bytes == (
+            0 if releases else TAG_BYTES["weights"] if is_apart else known
+        )
     assert rollout.host_bytes == (TAG_BYTES["weights"] if is_apart else known)
 
 
 @pytest.mark.parametrize(("keeps", "retains"), [(True, False), (True, True), (False, True)])
-def test_the_mirror_of_sglang_is_as_large_as_its_weights(keeps: bool, retains: bool, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mirror_of_sglang_is_as_large_as_its_weights(
+    keeps: bool, retains: bool, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", str(int(retains)))
     inner = SglEngine(shared)
     inner.server_args.enable_weights_cpu_backup = keeps
-    manager, actor, rollout = beside(SglangInProcess(inner, tag_bytes={tag: TAG_BYTES[tag] for tag in inner.memory.tags}), shared)
+    manager, actor, rollout = beside(
+        SglangInProcess(inner, tag_bytes={tag: TAG_BYTES[tag] for tag in inner.memory.tags}), shared
+    )
     assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps else 0)
     with manager.phase("weight_sync"):
         publish(actor, rollout.object)
         assert rollout.host_bytes == (TAG_BYTES["weights"] if keeps and retains else 0)
 
 
-# --- one flattened tensor a dtype, in SGLang's own format; tests/gpu/sglang sends to the real classes
+# --- one flattened tensor a dtype, in SGLang's own format; tests/gpu/sglang sends to the real
+# classes
 
 
 @dataclass
@@ -295,14 +345,18 @@ class Metadata:
 class FlattenedTensorBucket:
     """sglang/srt/weight_sync/tensor_bucket.py, 0.5.23."""
 
-    def __init__(self, named_tensors: Any = None, flattened_tensor: Any = None, metadata: Any = None) -> None:
+    def __init__(
+        self, named_tensors: Any = None, flattened_tensor: Any = None, metadata: Any = None
+    ) -> None:
         self.flattened_tensor, self.metadata = flattened_tensor, metadata or []
         at = 0
         for name, tensor in named_tensors or ():
             self.metadata.append(Metadata(name, tensor.shape, tensor.dtype, at, at + tensor.nbytes))
             at += tensor.nbytes
         if named_tensors:
-            self.flattened_tensor = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+            self.flattened_tensor = torch.cat(
+                [tensor.flatten().view(torch.uint8) for _, tensor in named_tensors]
+            )
 
     def get_flattened_tensor(self) -> torch.Tensor:
         return self.flattened_tensor
@@ -312,29 +366,43 @@ class FlattenedTensorBucket:
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
         of = self.flattened_tensor
-        return [(each.name, of[each.start_idx : each.end_idx].view(each.dtype).reshape(each.shape)) for each in self.metadata]
+        return [
+            (each.name, of[each.start_idx : each.end_idx].view(each.dtype).reshape(each.shape))
+            for each in self.metadata
+        ]
 
 
 @pytest.fixture
 def has_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let SGLang's modules be importable that know the format, without handles to shared memory."""
-    bucket, utils = ModuleType("sglang.srt.weight_sync.tensor_bucket"), ModuleType("sglang.srt.utils")
+    bucket, utils = (
+        ModuleType("sglang.srt.weight_sync.tensor_bucket"),
+        ModuleType("sglang.srt.utils"),
+    )
     bucket.FlattenedTensorBucket = FlattenedTensorBucket  # type: ignore[attr-defined]
     utils.MultiprocessingSerializer = SimpleNamespace(serialize=pickle.dumps)  # type: ignore[attr-defined]
-    for each in (*map(ModuleType, ("sglang", "sglang.srt", "sglang.srt.weight_sync")), bucket, utils):
+    for each in (
+        *map(ModuleType, ("sglang", "sglang.srt", "sglang.srt.weight_sync")),
+        bucket,
+        utils,
+    ):
         monkeypatch.setitem(sys.modules, each.__name__, each)
 
 
 def sent(engine: SglEngine, **options: Any) -> dict[str, torch.Tensor]:
-    """Publish odd numbers of bytes, so that a float32 after an int8 would begin where it cannot be read; a scalar; another order in memory.
-    Returns them."""
-    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5).to(torch.bfloat16))
+    """Publish odd numbers of bytes, so that a float32 after an int8 would begin where it cannot be
+    read; a scalar; another order in memory. Returns them."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(7, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5).to(torch.bfloat16)
+    )
     model.register_buffer("code", torch.arange(7, dtype=torch.int8))
     model[0].weight = torch.nn.Parameter(torch.randn(7, 3).t())
     wanted = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
     manager = make_manager()
     actor = manager.register("actor", model, role="actor")
-    rollout = manager.register("rollout", SglangInProcess(engine, verify="answer"), role="rollout").object
+    rollout = manager.register(
+        "rollout", SglangInProcess(engine, verify="answer"), role="rollout"
+    ).object
     with manager.phase("weight_sync"):
         for bucket in actor.weights(**options):
             rollout.update_weights(bucket)
@@ -343,7 +411,9 @@ def sent(engine: SglEngine, **options: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("has_format")
 @pytest.mark.parametrize(("bucket_bytes", "requests"), [(1 << 20, 4), (40, 6)])
-def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(bucket_bytes: int, requests: int, shared: Path) -> None:
+def test_one_request_a_bucket_and_dtype_and_every_bit_arrives(
+    bucket_bytes: int, requests: int, shared: Path
+) -> None:
     engine = SglEngine(shared)
     wanted = sent(engine, bucket_bytes=bucket_bytes)
     assert engine.formats == ["flattened_bucket"] * requests

@@ -1,4 +1,5 @@
-"""One engine over the devices of two ranks: it comes when every rank's actor is off, and every rank's actor comes when it is off."""
+"""One engine over the devices of two ranks: it comes when every rank's actor is off, and every
+rank's actor comes when it is off."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ TAGS = {"weights": 2 * CHUNK, "kv_cache": 26 * CHUNK}
 
 
 class Spanning(TaggedEngine):
-    """One engine on both devices, as tensor parallelism makes it: it fails wholly where one device has no room."""
+    """One engine on both devices, as tensor parallelism makes it: it fails wholly where one device
+    has no room."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(tag_bytes=TAGS, weights="discard")
-        self._devices = [SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=Path(folder) / f"device{rank}") for rank in (0, 1)]
+        self._devices = [
+            SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=Path(folder) / f"device{rank}")
+            for rank in (0, 1)
+        ]
         self._chunks: dict[str, list[tuple[SimulatedDevice, Chunk]]] = {}
         self.failing = 0
         self._take("weights")
@@ -69,7 +74,8 @@ class Spanning(TaggedEngine):
 
 
 class Slow(StoreGroup):
-    """A rank that learns of each decision late: what it gives to the driver after it comes late as well."""
+    """A rank that learns of each decision late: what it gives to the driver after it comes late as
+    well."""
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         reached = super().agree(plan, stage, lacks_engines)
@@ -80,11 +86,17 @@ class Slow(StoreGroup):
 class EngineRank:
     """A rank with its actor, as a thread. Rank 0 leads the engine."""
 
-    def __init__(self, folder: Path, store: dist.Store, barrier: threading.Barrier, rank: int) -> None:
+    def __init__(
+        self, folder: Path, store: dist.Store, barrier: threading.Barrier, rank: int
+    ) -> None:
         self.engine = Spanning(str(folder)) if rank == 0 else Follower(tag_bytes=TAGS)
         barrier.wait()
         device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=folder / f"device{rank}")
-        self.manager = Manager(device=device, group=(StoreGroup if rank == 0 else Slow)(store, rank, 2, 10.0), budget_bytes=CAPACITY)
+        self.manager = Manager(
+            device=device,
+            group=(StoreGroup if rank == 0 else Slow)(store, rank, 2, 10.0),
+            budget_bytes=CAPACITY,
+        )
         self.handle = self.manager.register("rollout", self.engine, role="rollout")
         barrier.wait()  # the engine is off both devices
         self.module = torch.nn.Linear(128, 64)
@@ -126,11 +138,13 @@ def test_no_rank_is_ahead_of_the_engine(tmp_path: Path) -> None:
         assert_nothing_resident(rank.manager)
         return rank.handle.counters.transitions.total()
 
-    assert on_both(tmp_path, steps_together) == [6, 6]  # it begins on the device, and comes and goes twice
+    # it begins on the device, and comes and goes twice
+    assert on_both(tmp_path, steps_together) == [6, 6]
 
 
 def test_an_engine_that_cannot_be_loaded_is_everybodys(tmp_path: Path) -> None:
-    """The leader's engine has no memory for its cache: nobody enters the rollout, and the next one succeeds."""
+    """The leader's engine has no memory for its cache: nobody enters the rollout, and the next one
+    succeeds."""
 
     def fails_to_load(rank: EngineRank) -> Any:
         told: dict[int, str] = {}
@@ -147,4 +161,7 @@ def test_an_engine_that_cannot_be_loaded_is_everybodys(tmp_path: Path) -> None:
         rank.step()
         return told, name
 
-    assert on_both(tmp_path, fails_to_load) == [({0: "EngineError: out of memory in rank 1's worker"}, "weight_sync")] * 2
+    assert (
+        on_both(tmp_path, fails_to_load)
+        == [({0: ("EngineError: out of memory in rank 1's worker")}, "weight_sync")] * 2
+    )

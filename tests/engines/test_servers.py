@@ -1,6 +1,8 @@
-"""Servers of vLLM and SGLang: weights awake, published, actor off, KV cache awake, rollout, asleep, with the budget never exceeded.
+"""Servers of vLLM and SGLang: weights awake, published, actor off, KV cache awake, rollout, asleep,
+with the budget never exceeded.
 
-And what each does to who calls it wrongly, or at the wrong moment: each trap, against a stand-in that has it.
+And what each does to who calls it wrongly, or at the wrong moment: each trap, against a stand-in
+that has it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from placement import BrokenHandleError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmServer
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job, Start
-from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, Sglang0523, Sglang059, Vllm024, Vllm033
+from tests.engines.standin import (
+    CAPACITY,
+    CHUNK,
+    TAG_BYTES,
+    Sglang0523,
+    Sglang059,
+    Vllm024,
+    Vllm033,
+)
 
 SIZES = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
 every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523, Sglang059])
@@ -26,10 +36,13 @@ every_sglang = pytest.mark.parametrize("kind", [Sglang0523, Sglang059])
 
 @every_server
 @pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_each_transition_has_on_the_device_what_it_says(kind: Any, weights: str, start: Start) -> None:
+def test_each_transition_has_on_the_device_what_it_says(
+    kind: Any, weights: str, start: Start
+) -> None:
     job = start(kind, weights)
     handle, sizes = job.handle, {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
-    assert (handle.state, handle.num_bytes) == (State.CPU_OFFLOADED, sum(sizes.values()))  # measured
+    # measured
+    assert (handle.state, handle.num_bytes) == (State.CPU_OFFLOADED, sum(sizes.values()))
     assert job.server.memory.tags == set()
     for _ in range(2):
         with job.manager.phase("weight_sync") as step:
@@ -59,7 +72,8 @@ def test_each_transition_has_on_the_device_what_it_says(kind: Any, weights: str,
 
 @every_server
 def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, start: Start) -> None:
-    """The engine whole and the actor do not fit together: the swap has to go through what is free."""
+    """The engine whole and the actor do not fit together: the swap has to go through what is
+    free."""
     budget = sum(TAG_BYTES[tag] for tag in TAG_BYTES) + 4096
     job = start(kind, tag_bytes=SIZES, manager={"budget_bytes": budget})
     for _ in range(2):
@@ -87,7 +101,9 @@ def test_requests_in_flight_are_waited_for(kind: Any, start: Start) -> None:
 
 
 @pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
-def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(kind: Any, start: Start) -> None:
+def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(
+    kind: Any, start: Start
+) -> None:
     job = start(kind, deadline_seconds=0.2)
     with job.rolling_out() as step:
         job.server.in_flight = 1
@@ -114,9 +130,18 @@ def test_requests_in_flight_are_cut_off_where_that_is_wanted(kind: Any, start: S
 
 
 def test_without_sleep_mode_it_answers_200_and_nothing_moves(unregistered: Start) -> None:
-    job = unregistered(Vllm024, deadline_seconds=0.2, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK))
+    job = unregistered(
+        Vllm024, deadline_seconds=0.2, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK)
+    )
     job.server.memory.is_moving = False
-    with pytest.raises(EngineError, match=r"they hold 65,536\. vLLM moves its memory only with --enable-sleep-mode"):
+    with pytest.raises(
+        EngineError,
+        match=r"they hold 65,536\. vLLM moves its "
+        r"memory "
+        r"only "
+        r"with "
+        r"--enable-sleep-mode",
+    ):
         job.register()
     assert "rollout" not in job.manager.handles
 
@@ -124,9 +149,14 @@ def test_without_sleep_mode_it_answers_200_and_nothing_moves(unregistered: Start
 def test_asleep_before_it_is_registered(unregistered: Start) -> None:
     job = unregistered(Vllm033)
     job.server.sleep({"level": ["2"]}, None)  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match=r"is asleep, but was made with offloaded=\[\]: wake it first"):
+    with pytest.raises(
+        EngineError,
+        match=r"is asleep, but was made with offloaded=\[\]: wake it first",
+    ):
         job.register()
-    job.engine = VllmServer(job.server.url, send=job.send, weights="discard", offloaded=["weights", "kv_cache"])
+    job.engine = VllmServer(
+        job.server.url, send=job.send, weights="discard", offloaded=["weights", "kv_cache"]
+    )
     job.register()
     assert job.server.sent == []
     assert job.step() == "actor"
@@ -145,8 +175,15 @@ def test_what_is_sent_to_vllm_for_one_step(kind: Any, start: Start) -> None:
         assert job.server.sent == []  # it sleeps already
     job.step()
     resume = ["POST /resume"] if kind is Vllm024 else []  # its wake does not end a pause
-    assert job.server.sent == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", *resume, pause, asleep]
-    with job.manager.phase("weight_sync"):  # then to sleep: 0.24 takes itself for asleep already, and would keep the weights
+    assert job.server.sent == [
+        ("POST /wake_up?tags=weights"),
+        ("POST /wake_up?tags=kv_cache"),
+        *resume,
+        pause,
+        asleep,
+    ]
+    # then to sleep: 0.24 takes itself for asleep already, and would keep the weights
+    with job.manager.phase("weight_sync"):
         job.publish()
     assert job.server.memory.tags == set()
     assert (job.handle.state, job.handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
@@ -156,10 +193,15 @@ def test_what_is_sent_to_vllm_for_one_step(kind: Any, start: Start) -> None:
     ("routes", "message"),
     [
         ({}, "VLLM_SERVER_DEV_MODE=1"),
-        ({path: Vllm024.routes[path] for path in ("/sleep", "/wake_up", "/is_sleeping")}, "vLLM 0.24 or later is needed"),
+        (
+            {path: Vllm024.routes[path] for path in ("/sleep", "/wake_up", "/is_sleeping")},
+            ("vLLM 0.24 or later is needed"),
+        ),
     ],
 )
-def test_a_server_that_was_started_otherwise_or_is_too_old(routes: Any, message: str, unregistered: Start) -> None:
+def test_a_server_that_was_started_otherwise_or_is_too_old(
+    routes: Any, message: str, unregistered: Start
+) -> None:
     job = unregistered(Vllm024)
     job.server.routes = routes
     with pytest.raises(EngineError, match=message):
@@ -169,7 +211,9 @@ def test_a_server_that_was_started_otherwise_or_is_too_old(routes: Any, message:
 
 
 def test_one_that_lies_on_other_devices_is_taken_at_its_word(unregistered: Start) -> None:
-    job = unregistered(Vllm033, verify="answer", tag_bytes={"weights": "32KiB", "kv_cache": 24 * CHUNK})
+    job = unregistered(
+        Vllm033, verify="answer", tag_bytes={"weights": "32KiB", "kv_cache": 24 * CHUNK}
+    )
     job.server.memory.is_moving = False
     assert job.register().num_bytes == 32 * CHUNK
     assert job.step() == "actor"
@@ -190,13 +234,22 @@ def test_a_server_that_is_gone(shared: Path) -> None:
 @every_vllm
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_out_of_memory_in_a_wake(kind: Any, tag: str, start: Start) -> None:
-    """It keeps part of the memory, drops host copies of blocks that are back, and would call a second attempt a success."""
+    """It keeps part of the memory, drops host copies of blocks that are back, and would call a
+    second attempt a success."""
     job = start(kind, "keep", manager={"budget_bytes": CAPACITY})  # which others take from, unseen
     job.step()
     held = [job.device.create(CHUNK) for _ in range(60 if tag == "weights" else 48)]
-    with pytest.raises(EngineError, match=r"POST http.*/wake_up\?tags=.* was answered with 500 .*out of memory at"):
+    with pytest.raises(
+        EngineError,
+        match=r"POST http.*/wake_up\?tags=.* was "
+        r"answered "
+        r"with "
+        r"500 "
+        r".*out of memory at",
+    ):
         job.manager.phase("eval").__enter__()
-    # One with one flag cannot sleep again before its KV cache has been awake, so its weights stay until there is memory for that.
+    # One with one flag cannot sleep again before its KV cache has been awake, so its weights stay
+    # until there is memory for that.
     stays = {"weights"} if tag == "kv_cache" and kind is not Vllm033 else set()
     assert job.handle.state is (State.GPU_RESIDENT if stays else State.CPU_OFFLOADED)
     assert job.server.memory.tags == stays
@@ -214,11 +267,28 @@ def test_out_of_memory_in_a_wake(kind: Any, tag: str, start: Start) -> None:
 
 @every_vllm
 def test_a_sleep_that_fails_half_way(kind: Any, start: Start) -> None:
-    """Part of the memory is free and vLLM takes itself for awake: a second sleep would free it twice."""
+    """Part of the memory is free and vLLM takes itself for awake: a second sleep would free it
+    twice."""
     job = start(kind)
     with job.rolling_out() as step:
-        job.server.failing["/sleep"] = 500, {"error": {"message": "Call to sleep method failed: Memory usage increased after sleeping."}}
-        with pytest.raises(EngineLost, match=r"/sleep\?level=2&mode=wait was answered with 500 .*Memory usage increased"):
+        job.server.failing["/sleep"] = (
+            500,
+            {
+                "error": {
+                    "message": (
+                        "Call to sleep method failed: Memory usage increased after sleeping."
+                    )
+                }
+            },
+        )
+        with pytest.raises(
+            EngineLost,
+            match=r"/sleep\?level=2&mode=wait was "
+            r"answered "
+            r"with "
+            r"500 "
+            r".*Memory usage increased",
+        ):
             step.switch("train")
         assert job.handle.broken is not None
         del job.server.failing["/sleep"]
@@ -239,7 +309,10 @@ def test_a_sleep_that_fails_half_way(kind: Any, start: Start) -> None:
 def test_a_wake_after_one_that_failed_half_way(kind: Any, start: Start) -> None:
     """What the first one brought back cannot be mapped a second time."""
     job = start(kind)
-    said = "Call to wake_up method failed: CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:138"
+    said = (
+        "Call to wake_up method failed: CUDA Error: invalid argument at "
+        "/csrc/cumem_allocator.cpp:138"
+    )
     job.server.failing["/wake_up"] = 500, {"error": {"message": said}}
     with pytest.raises(EngineLost, match="vLLM cannot bring back the rest"):
         job.manager.phase("weight_sync").__enter__()
@@ -272,24 +345,40 @@ def test_what_was_cached_under_the_old_weights_is_forgotten(start: Start) -> Non
 def test_a_release_of_the_kv_cache_that_is_refused(start: Start) -> None:
     job = start(Vllm033)
     with job.rolling_out() as step:
-        job.server.failing["/release_kv_cache_memory"] = 500, {"error": {"message": "requires a completed pause first"}}
+        job.server.failing["/release_kv_cache_memory"] = (
+            500,
+            {"error": {"message": ("requires a completed pause first")}},
+        )
         with pytest.raises(EngineLost, match="requires a completed pause first"):
             step.switch("weight_sync")
         job.engine.assume(offloaded=[])
 
 
 @pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_book_too(weights: str, start: Start) -> None:
-    """A server with one flag sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
+def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_book_too(
+    weights: str, start: Start
+) -> None:
+    """A server with one flag sleeps as a whole; a wake that fails then leaves all of it asleep,
+    although only a part was to go."""
     job = start(Vllm024, weights, tag_bytes=SIZES)
-    with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(EngineError, match=r"wake_up.* answered with 500"),
+        job.manager.phase("weight_sync") as step,
+    ):
         job.publish()
         step.switch("rollout")
         job.server.failing["/wake_up"] = 500, {"error": {"message": "out of memory"}}
         step.switch("weight_sync")
     assert job.server.memory.tags == set()
-    assert (job.handle.state, job.handle.resident_bytes, job.handle.broken) == (State.CPU_OFFLOADED, 0, None)
-    assert job.server.sent.count(f"POST /sleep?level={1 if weights == 'keep' else 2}&mode=wait") == 2  # at the registration, and once now
+    assert (job.handle.state, job.handle.resident_bytes, job.handle.broken) == (
+        State.CPU_OFFLOADED,
+        0,
+        None,
+    )
+    # at the registration, and once now
+    assert (
+        job.server.sent.count(f"POST /sleep?level={1 if weights == 'keep' else 2}&mode=wait") == 2
+    )
     job.server.failing.clear()
     with pytest.raises(EngineError, match="mean nothing now"):
         job.manager.phase("eval").__enter__()
@@ -331,7 +420,9 @@ def test_what_is_sent_to_sglang_for_one_step(kind: Any, start: Start) -> None:
     ]
     with job.manager.phase("weight_sync"):
         job.publish()
-        assert job.server.is_paused  # until every tag is back: a prefill in between would touch memory that was given away (sglang#24123)
+        # until every tag is back: a prefill in between would touch memory that was given away
+        # (sglang#24123)
+        assert job.server.is_paused
     assert job.server.sent[-1] == 'POST /release_memory_occupation {"tags": ["weights"]}'
 
 
@@ -356,7 +447,8 @@ def test_a_server_that_was_restarted_has_released_nothing(start: Start) -> None:
 
 
 def test_the_trainer_goes_on_without_a_server_that_has_ended(start: Start) -> None:
-    """What it held is free, and nobody can be asked. It never comes back under this registration, whoever answers at its address."""
+    """What it held is free, and nobody can be asked. It never comes back under this registration,
+    whoever answers at its address."""
     job = start(Sglang0523)
     with job.rolling_out() as step:
         job.server.is_dead = True
@@ -399,7 +491,8 @@ def test_no_answer_that_tells_what_happened(route: str, trap: str, start: Start)
         sent = [*job.server.sent]
         with pytest.raises(Exception, match="broken"):
             step.switch("reward")
-        assert job.server.sent == sent  # it is never told anything again, until somebody knows what is the case
+        # it is never told anything again, until somebody knows what is the case
+        assert job.server.sent == sent
         assert job.handle.broken is not None
         job.engine.assume(offloaded=sorted(ALL - job.server.memory.tags))
     assert_nothing_resident(job.manager)

@@ -1,4 +1,5 @@
-"""An engine of one's own that places its memory by tags; what plans may say of it; and who leads one that spans ranks."""
+"""An engine of one's own that places its memory by tags; what plans may say of it; and who leads
+one that spans ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ import pytest
 import torch
 
 import placement
-from placement import BrokenHandleError, EngineError, EngineLost, HostMemoryError, Plan, PolicyError, RegistrationError, State
+from placement import (
+    BrokenHandleError,
+    EngineError,
+    EngineLost,
+    HostMemoryError,
+    Plan,
+    PolicyError,
+    RegistrationError,
+    State,
+)
 from placement.engines import TaggedEngine
 from placement.engines.http import Server
 from placement.engines.sglang import SglangServer
@@ -79,7 +89,11 @@ def own(shared: Path, weights: Any = "keep", **options: Any) -> tuple[Own, Any, 
     ("knows", "lacks", "told"),
     [
         ({"weight"}, [], "it did not take bias"),
-        (None, [f"draft.{at}" for at in range(6)], "no published weight fills draft.0, .* and 2 more"),
+        (
+            None,
+            [f"draft.{at}" for at in range(6)],
+            ("no published weight fills draft.0, .* and 2 more"),
+        ),
     ],
 )
 def test_weights_that_it_says_were_not_filled_are_not_valid(
@@ -94,7 +108,10 @@ def test_weights_that_it_says_were_not_filled_are_not_valid(
             engine.update_weights(next(buckets))
     assert engine.needs_weights
     engine.calls.clear()
-    with pytest.raises(EngineError, match=told if weights == "keep" else "they were discarded"), manager.phase("rollout"):
+    with (
+        pytest.raises(EngineError, match=told if weights == "keep" else "they were discarded"),
+        manager.phase("rollout"),
+    ):
         pass
     assert "admit" not in engine.calls
     engine.knows, engine.lacks = {"weight", "bias"}, []
@@ -110,7 +127,9 @@ def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
     engine.raising["load"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         manager.phase("rollout").__enter__()
-    with pytest.raises(BrokenHandleError, match="interrupted \\(KeyboardInterrupt\\) during 'load weights'"):
+    with pytest.raises(
+        BrokenHandleError, match="interrupted \\(KeyboardInterrupt\\) during 'load weights'"
+    ):
         manager.phase("rollout").__enter__()
     with manager.phase("train"):
         pass
@@ -118,7 +137,8 @@ def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
     with manager.phase("weight_sync"):
         pass
     engine.calls.clear()
-    engine.assume(offloaded=[])  # whether it takes requests, nobody knows: opened once it is filled, drained before it goes
+    # whether it takes requests, nobody knows: opened once it is filled, drained before it goes
+    engine.assume(offloaded=[])
     engine.weights_filled()
     assert engine.calls == ["admit"]
     with pytest.raises(ValueError, match="has no tags lora"):
@@ -126,7 +146,9 @@ def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_fails_after_the_engine_left_brings_it_back(
+    weights: Any, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_memory(_: int) -> Any:
         raise placement.DeviceMemoryError("none")
 
@@ -141,7 +163,13 @@ def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, 
         monkeypatch.undo()
         assert step.name == "rollout"
         last = "admit" if weights == "keep" else "drain"  # what is gone must not be generated with
-        assert engine.calls == ["drain", "offload kv_cache weights", "load weights", "load kv_cache", last]
+        assert engine.calls == [
+            "drain",
+            ("offload kv_cache weights"),
+            "load weights",
+            "load kv_cache",
+            last,
+        ]
     assert_nothing_resident(manager)
 
 
@@ -206,7 +234,10 @@ def test_bad_input(shared: Path) -> None:
     for options, message in (
         ({"deadline_seconds": 0}, "more than 0"),
         ({"tags": ("weights", "lora")}, "unknown tags 'lora'"),
-        ({"tag_bytes": {"cuda_graph": 1}}, "unknown tags 'cuda_graph'; this engine has weights, kv_cache"),
+        (
+            {"tag_bytes": {"cuda_graph": 1}},
+            ("unknown tags 'cuda_graph'; this engine has weights, kv_cache"),
+        ),
         ({"tag_bytes": {"weights": "12 apples"}}, "is not a number of bytes"),
         ({"weights": "sleep"}, "'sleep' is unknown; weights is one of keep, discard"),
         ({"verify": "no"}, "'no' is unknown; verify is one of"),
@@ -251,7 +282,11 @@ def test_plans_that_are_none(parts: Any, forgets: bool, message: str, shared: Pa
             plan = super().plan(view)
             if view.phase != "eval":
                 return plan
-            return Plan({"actor": State.GPU_RESIDENT}, parts=parts) if forgets else view.total_plan(plan.targets, parts=parts)
+            return (
+                Plan({"actor": State.GPU_RESIDENT}, parts=parts)
+                if forgets
+                else view.total_plan(plan.targets, parts=parts)
+            )
 
     manager, _, _ = beside(Own(shared), shared, policy=Wrong())
     with pytest.raises(PolicyError, match=message):
@@ -291,18 +326,30 @@ def mirrored(manager: placement.Manager) -> tuple[int, int]:
     handle = {each.name: each for each in manager.snapshot().handles}["rollout"]
     labels, metrics = {"handle": "rollout", "kind": "engine"}, make_registry(manager.snapshot)
     assert metrics.get_sample_value("placement_mirror_bytes", labels) == handle.mirror_bytes
-    assert metrics.get_sample_value("placement_resident_bytes", labels | {"memory": "host"}) == handle.host_bytes
+    assert (
+        metrics.get_sample_value("placement_resident_bytes", labels | {"memory": "host"})
+        == handle.host_bytes
+    )
     return handle.host_bytes, handle.mirror_bytes
 
 
 @pytest.mark.parametrize(
-    ("weights", "stays", "away", "back"), [("keep", True, 8, 8), ("keep", False, 8, 0), ("discard", True, 0, 0), ("discard", False, 0, 0)]
+    ("weights", "stays", "away", "back"),
+    [
+        ("keep", True, 8, 8),
+        ("keep", False, 8, 0),
+        ("discard", True, 0, 0),
+        ("discard", False, 0, 0),
+    ],
 )
-def test_the_mirror_of_an_engine_is_counted_as_long_as_it_is_there(weights: Any, stays: bool, away: int, back: int, shared: Path) -> None:
+def test_the_mirror_of_an_engine_is_counted_as_long_as_it_is_there(
+    weights: Any, stays: bool, away: int, back: int, shared: Path
+) -> None:
     engine = Own(shared, weights=weights)
     engine.mirror_stays = stays
     manager, actor, _ = beside(engine, shared)
-    assert mirrored(manager) == (0, 0)  # both tags left at once: how large the weights are is seen when they come
+    # both tags left at once: how large the weights are is seen when they come
+    assert mirrored(manager) == (0, 0)
     for _ in range(2):
         with manager.phase("weight_sync") as step:
             assert mirrored(manager) == (back * CHUNK, back * CHUNK)
@@ -310,11 +357,20 @@ def test_the_mirror_of_an_engine_is_counted_as_long_as_it_is_there(weights: Any,
             step.switch("rollout")
             assert mirrored(manager) == (back * CHUNK, back * CHUNK)
         assert mirrored(manager) == (away * CHUNK, away * CHUNK)
-    assert sum(each.host_bytes for each in manager.snapshot().handles) == actor.host_bytes + away * CHUNK
+    assert (
+        sum(each.host_bytes for each in manager.snapshot().handles)
+        == actor.host_bytes + away * CHUNK
+    )
 
 
-def test_an_engine_that_sleeps_already_has_its_mirror_unless_it_was_lost_and_restarted(shared: Path) -> None:
-    engine = Own(shared, tag_bytes={"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK}, offloaded=["weights", "kv_cache"])
+def test_an_engine_that_sleeps_already_has_its_mirror_unless_it_was_lost_and_restarted(
+    shared: Path,
+) -> None:
+    engine = Own(
+        shared,
+        tag_bytes={"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK},
+        offloaded=["weights", "kv_cache"],
+    )
     for tag in ("weights", "kv_cache"):
         engine.memory.give(tag)
     manager, _, _ = beside(engine, shared)
@@ -335,7 +391,10 @@ def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_pa
         manager.register("large", torch.nn.Linear(64, 64), role="ref")
     manager.close()
     engine = Own(shared.with_name("other"), tag_bytes=sizes)
-    small = placement.Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), **{**limit, "host_limit_bytes": 7 * CHUNK})
+    small = placement.Manager(
+        device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK),
+        **{**limit, "host_limit_bytes": 7 * CHUNK},
+    )
     with pytest.raises(HostMemoryError, match=r"'rollout' needs .* host_limit_bytes is"):
         small.register("rollout", engine, role="rollout")
     assert [*small.handles] == []
@@ -349,7 +408,11 @@ def test_what_stays_behind_is_a_finding(shared: Path) -> None:
         engine.raising["drain"] = EngineError("not today")
     findings = manager.audit().findings
     assert [(f.handle, f.what, f.detail) for f in findings] == [
-        ("rollout", "leak", "its tags kv_cache, weights are on the device, although it should be off the device")
+        (
+            "rollout",
+            "leak",
+            ("its tags kv_cache, weights are on the device, although it should be off the device"),
+        )
     ]
     assert manager.snapshot().unpaired_bytes == sum(engine.residency.bytes_by_tag().values())
     with manager.phase("train"):
@@ -393,10 +456,21 @@ def go_on(connection: socket.socket) -> None:
     [
         (drip_headers, "no answer within 0.1 s"),
         (go_on, "no answer within 0.1 s"),
-        (lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"), "the connection broke .*IncompleteRead"),
-        (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9\r\n"), "the connection broke .*BadStatusLine"),
+        (
+            lambda connection: connection.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"
+            ),
+            ("the connection broke .*IncompleteRead"),
+        ),
+        (
+            lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9\r\n"),
+            ("the connection broke .*BadStatusLine"),
+        ),
         (lambda connection: None, "the connection broke .*RemoteDisconnected"),
-        (lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (17 << 20)), "the answer has more than"),
+        (
+            lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (17 << 20)),
+            "the answer has more than",
+        ),
     ],
 )
 def test_answers_that_are_none(answer: Any, message: str) -> None:
@@ -410,7 +484,11 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
 def test_what_is_no_json_and_no_host() -> None:
     body = b"[" * 100_000
     gc.collect()  # else a collection may come where the stack is full, and finalizers fail there
-    url, thread, _ = serve(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)))
+    url, thread, _ = serve(
+        lambda connection: connection.sendall(
+            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+    )
     assert Server(url, deadline_seconds=5).ask("GET", "/server_info").fields == {}
     thread.join(5)
     with pytest.raises(EngineError, match="is this its address"):
@@ -421,7 +499,11 @@ def test_addresses_and_keys() -> None:
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://host/?a=b"):
         with pytest.raises(ValueError, match="not the address of a server"):
             Server(url, deadline_seconds=1)
-    url, thread, listening = serve(lambda connection: connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"))
+    url, thread, listening = serve(
+        lambda connection: connection.sendall(
+            b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"
+        )
+    )
     server = Server(f"{url}/prefix/", deadline_seconds=5, api_key="secret")
     said = server.ask("GET", "/is_sleeping", query={"tags": ["a", "b"]})
     assert (said.status, said.fields) == (401, {})

@@ -1,7 +1,9 @@
-"""`VllmWeightSource` gives vLLM's trainer-side engines what `weights()` publishes, by vLLM's own protocol of either generation.
+"""`VllmWeightSource` gives vLLM's trainer-side engines what `weights()` publishes, by vLLM's own
+protocol of either generation.
 
-The two protocols are stand-ins. `VLLM_SOURCE` names an unpacked wheel of vLLM 0.33, whose own files are tested as well. Its transfer
-engines then run on the CPU: what they import beside torch is replaced by the few names below, and a queue takes the place of NCCL.
+The two protocols are stand-ins. `VLLM_SOURCE` names an unpacked wheel of vLLM 0.33, whose own files
+are tested as well. Its transfer engines then run on the CPU: what they import beside torch is
+replaced by the few names below, and a queue takes the place of NCCL.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def stand_in(patch: pytest.MonkeyPatch, source: type) -> None:
     module(patch, "vllm.distributed.weight_transfer", WeightSource=source, ParamMeta=ParamMeta)
 
 
-def module(patch: pytest.MonkeyPatch, name: str, *, path: list[str] | None = None, **members: Any) -> None:
+def module(
+    patch: pytest.MonkeyPatch, name: str, *, path: list[str] | None = None, **members: Any
+) -> None:
     made = ModuleType(name)
     made.__dict__.update(members)
     if path is not None:
@@ -90,7 +94,13 @@ def module(patch: pytest.MonkeyPatch, name: str, *, path: list[str] | None = Non
 
 def of_vllm(patch: pytest.MonkeyPatch, folder: Path) -> Any:
     """vLLM's own package `vllm.distributed.weight_transfer`, from its files."""
-    for name in ("vllm", "vllm.config", "vllm.distributed", "vllm.utils", "vllm.distributed.device_communicators"):
+    for name in (
+        "vllm",
+        "vllm.config",
+        "vllm.distributed",
+        "vllm.utils",
+        "vllm.distributed.device_communicators",
+    ):
         module(patch, name, path=[str(folder.joinpath(*name.split(".")))])
     for name in ("vllm.model_executor", "vllm.model_executor.model_loader"):
         module(patch, name, path=[])
@@ -99,14 +109,22 @@ def of_vllm(patch: pytest.MonkeyPatch, folder: Path) -> Any:
     module(patch, "vllm.logger", init_logger=logging.getLogger)
     module(patch, "vllm.utils.nccl", unpinned_nccl_env=contextlib.nullcontext)
     module(patch, "vllm.distributed.device_communicators.pynccl_wrapper", NCCL_UNIQUE_ID_BYTES=128)
-    module(patch, "vllm.model_executor.model_loader.mtp_validation", disable_mtp_completeness_check=contextlib.nullcontext)
+    module(
+        patch,
+        "vllm.model_executor.model_loader.mtp_validation",
+        disable_mtp_completeness_check=contextlib.nullcontext,
+    )
     module(patch, "pybase64", **vars(base64))
     transfer = importlib.import_module("vllm.distributed.weight_transfer")
     engine = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
     packing = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
     stream = SimpleNamespace(synchronize=lambda: None, wait_event=lambda _: None)
     patch.setattr(packing, "_get_streams", lambda _, count: (stream,) * count)
-    for name, given in (("current_device_index", lambda: 0), ("current_stream", lambda: stream), ("synchronize", lambda: None)):
+    for name, given in (
+        ("current_device_index", lambda: 0),
+        ("current_stream", lambda: stream),
+        ("synchronize", lambda: None),
+    ):
         patch.setattr(torch.accelerator, name, given)
     patch.setattr(torch.cuda, "current_stream", lambda: stream)
     patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -132,7 +150,8 @@ class Wire:
 
 
 class Worker:
-    """vLLM's receiving engine behind the four calls of its `VLLMWeightSyncClient`, and the model that it fills."""
+    """vLLM's receiving engine behind the four calls of its `VLLMWeightSyncClient`, and the model
+    that it fills."""
 
     def __init__(self, own: Any, group: Any, *, packed: bool) -> None:
         self.got: dict[str, torch.Tensor] = {}
@@ -143,7 +162,11 @@ class Worker:
             torch.device("cpu"),
             self,
         )
-        self._engine.model_update_group, self._engine.packed, self._engine.packed_buffer_size_bytes = group, packed, 300
+        (
+            self._engine.model_update_group,
+            self._engine.packed,
+            self._engine.packed_buffer_size_bytes,
+        ) = group, packed, 300
 
     def load_weights(self, weights: Any) -> None:
         self.got.update((name, value.clone()) for name, value in weights)
@@ -165,7 +188,9 @@ class Worker:
 
 
 def net() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)
+    )
 
 
 @pytest.fixture(params=["0.33", "0.32"])
@@ -181,10 +206,16 @@ def manager(request: pytest.FixtureRequest) -> Any:
 
 def read(source: Any, version: str) -> tuple[list[Any], Any]:
     """A source's description, and a function that begins a pass over its values."""
-    return (source.metadata, source.iter_full) if version == "0.33" else (source.metadata(), lambda: iter(source))
+    return (
+        (source.metadata, source.iter_full)
+        if version == "0.33"
+        else (source.metadata(), lambda: iter(source))
+    )
 
 
-def test_both_channels_agree_with_what_is_published_and_each_pass_is_fresh(version: str, manager: Any) -> None:
+def test_both_channels_agree_with_what_is_published_and_each_pass_is_fresh(
+    version: str, manager: Any
+) -> None:
     model = net()
     sgd = torch.optim.SGD(model.parameters())
     actor = manager.register("actor", model, role="actor")
@@ -192,11 +223,17 @@ def test_both_channels_agree_with_what_is_published_and_each_pass_is_fresh(versi
     source: Any = VllmWeightSource(actor, names="module", dtype="bfloat16")
     described, values = read(source, version)  # while it is offloaded
     with manager.phase("weight_sync"):
-        wanted = [(name, tensor.clone()) for bucket in actor.weights(dtype="bfloat16") for name, tensor in bucket]
+        wanted = [
+            (name, tensor.clone())
+            for bucket in actor.weights(dtype="bfloat16")
+            for name, tensor in bucket
+        ]
         found = list(values())  # kept together, as vLLM keeps them until it has packed a buffer
     assert [name for name, _ in found] == [name for name, _ in wanted]
     assert_same(dict(found), dict(wanted))
-    assert [(each.name, each.dtype, each.shape) for each in described] == [(n, t.dtype, tuple(t.shape)) for n, t in found]
+    assert [(each.name, each.dtype, each.shape) for each in described] == [
+        (n, t.dtype, tuple(t.shape)) for n, t in found
+    ]
     with torch.no_grad(), manager.phase("train"):
         sgd.param_groups[0]["params"][0].fill_(3)
     with manager.phase("weight_sync"):
@@ -229,7 +266,9 @@ class Stream:
         self.waited_for.append(other)
 
 
-def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As vLLM asks that packs every other buffer on another stream."""
     stand_in(monkeypatch, Source033)
     manager = make_manager()
@@ -237,13 +276,21 @@ def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(monkeypatch: 
     actor = manager.register("actor", model, role="actor")
     made: list[Stream] = []
     used: list[Stream] = []
-    source: Any = VllmWeightSource(actor, names="module", transform=lambda _, tensor: made.append(Stream.current) or tensor)
+    source: Any = VllmWeightSource(
+        actor, names="module", transform=lambda _, tensor: made.append(Stream.current) or tensor
+    )
     Stream.current, second = first, _ = Stream(), Stream()
-    accelerator = {"is_available": lambda: True, "synchronize": lambda: None, "current_stream": lambda: Stream.current}
+    accelerator = {
+        "is_available": lambda: True,
+        "synchronize": lambda: None,
+        "current_stream": lambda: Stream.current,
+    }
     with manager.phase("weight_sync"):
         for name, given in accelerator.items():
             monkeypatch.setattr(torch.accelerator, name, given)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream))
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream)
+        )
         values = source.iter_full()
         for stream in (first, second, first, second):
             with stream:
@@ -261,7 +308,9 @@ def test_what_cannot_be_read_says_so(version: str) -> None:
     actor = manager.register("actor", model, role="actor")
     with pytest.raises(PhaseError, match=r"CPU_OFFLOADED in phase 'idle'.*weight_sync"):
         read(VllmWeightSource(actor, names="module"), version)[1]()
-    with pytest.raises(ValueError, match="names='checkpoint' is for models of transformers, not for Sequential"):
+    with pytest.raises(
+        ValueError, match="names='checkpoint' is for models of transformers, not for Sequential"
+    ):
         read(VllmWeightSource(actor), version)
     late = manager.register("late", Lazy(net), role="actor")
     with pytest.raises(PhaseError, match="'late' publishes no weights: it is not built yet"):
@@ -276,8 +325,11 @@ def test_without_vllm_it_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one_by_one", "packed"])
-def test_vllms_own_engines_carry_it(packed: bool, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender and the receiver of vLLM's NCCL transfer, from vLLM's files. Packed: buffers of 300 bytes, over several weights."""
+def test_vllms_own_engines_carry_it(
+    packed: bool, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender and the receiver of vLLM's NCCL transfer, from vLLM's files. Packed: buffers of
+    300 bytes, over several weights."""
     folder = os.environ.get("VLLM_SOURCE")
     if not folder:
         pytest.skip("VLLM_SOURCE names no unpacked wheel of vLLM")
@@ -289,7 +341,9 @@ def test_vllms_own_engines_carry_it(packed: bool, manager: Any, monkeypatch: pyt
     assert isinstance(source, own.transfer.WeightSource)
     wire = Wire()
     worker = Worker(own, wire.end(is_sender=False), packed=packed)
-    engine = own.engine.NCCLTrainerWeightTransferEngine(client=worker, source=source, packed=packed, packed_buffer_size_bytes=300)
+    engine = own.engine.NCCLTrainerWeightTransferEngine(
+        client=worker, source=source, packed=packed, packed_buffer_size_bytes=300
+    )
     engine.model_update_group = wire.end(is_sender=True)
     for _ in range(2):  # the second time vLLM sends no description
         with manager.phase("weight_sync"):
@@ -299,7 +353,9 @@ def test_vllms_own_engines_carry_it(packed: bool, manager: Any, monkeypatch: pyt
         assert worker.calls == ["start", "update", "finish"]
         worker.got.clear()
         worker.calls.clear()
-    others = own.engine.NCCLTrainerWeightTransferEngine(client=worker, source=source, is_sender=False)
+    others = own.engine.NCCLTrainerWeightTransferEngine(
+        client=worker, source=source, is_sender=False
+    )
     with manager.phase("weight_sync"):
         others.send_weights()  # gathers, and sends nothing
     assert worker.calls == []

@@ -19,7 +19,8 @@ NEXT = {
     Stage.LEAVING: {Stage.LEAVING, Stage.BEGUN},
 }
 """The stages that may follow each one, whatever fails."""
-ONLY_ON_DEVICE, ONLY_ON_HOST = {Stage.HIDING}, {Stage.STEPPING}  # the stages that begin with that decision alone
+# the stages that begin with that decision alone
+ONLY_ON_DEVICE, ONLY_ON_HOST = {Stage.HIDING}, {Stage.STEPPING}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +37,9 @@ def legal_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def note(storage: AdoptedStorage, name: str, value: Any) -> None:
         before = vars(storage).get("stage")
         if name == "stage" and before is not None:
-            is_legal = value in NEXT[before] and value not in (ONLY_ON_HOST if storage.on_device else ONLY_ON_DEVICE)
+            is_legal = value in NEXT[before] and value not in (
+                ONLY_ON_HOST if storage.on_device else ONLY_ON_DEVICE
+            )
             wrong.extend([] if is_legal else [(storage.name, before, value, storage.on_device)])
         object.__setattr__(storage, name, value)
 

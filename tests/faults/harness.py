@@ -1,6 +1,7 @@
 """A small worker with everything that is awkward to move, and what must hold of it after any fault.
 
-The device is simulated and tight: no two neighbouring phases fit together, so that each switch has to hand memory over.
+The device is simulated and tight: no two neighbouring phases fit together, so that each switch has
+to hand memory over.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CAPACITY_BYTES = 104 * 1024
 
 
 class Actor(nn.Module):
-    """A tied weight, a BatchNorm's buffers, a view of a buffer, a buffer that no state dict shows, and a plain tensor attribute."""
+    """A tied weight, a BatchNorm's buffers, a view of a buffer, a buffer that no state dict shows,
+    and a plain tensor attribute."""
 
     def __init__(self, width: int = 48, words: int = 64) -> None:
         super().__init__()
@@ -52,16 +54,24 @@ class Actor(nn.Module):
 class FaultyWorker:
     """Models, optimizers and a manager over a faulty device. `steps` are those of one RL step."""
 
-    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, device: Faults | None = None, **settings: Any) -> None:
+    def __init__(
+        self, capacity_bytes: int = CAPACITY_BYTES, device: Faults | None = None, **settings: Any
+    ) -> None:
         seed(7)
-        self.device = device or Faults(SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE))
-        self.manager = placement.Manager(device=self.device, budget_bytes=capacity_bytes, **settings)
+        self.device = device or Faults(
+            SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE)
+        )
+        self.manager = placement.Manager(
+            device=self.device, budget_bytes=capacity_bytes, **settings
+        )
         self.actor = Actor()
         self.ref = Actor()
         self.ref.load_state_dict(self.actor.state_dict())
         self.critic = nn.Sequential(nn.Linear(48, 100), nn.Tanh(), nn.Linear(100, 1))
         self.engine = TorchEngine(Actor())
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (self.actor, self.critic)]
+        self.optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (self.actor, self.critic)
+        ]
         self.tokens = torch.randint(0, 64, (16,))
         self.states = torch.randn(16, 48)
         self.trainings = 0
@@ -125,7 +135,8 @@ class FaultyWorker:
         self.commit("rollout")
 
     def train_actor(self) -> None:
-        """Forward, backward and step of the actor, and a second backward pass whose gradients stay."""
+        """Forward, backward and step of the actor, and a second backward pass whose gradients
+        stay."""
         nn.functional.cross_entropy(self.actor.train()(self.tokens), self.tokens).backward()
         self.optimizers[0].step()
         self.optimizers[0].zero_grad()
@@ -146,7 +157,8 @@ class FaultyWorker:
         return [self.actor, self.ref, self.critic, self.engine.module, *self.optimizers]
 
     def identity(self) -> tuple[Any, ...]:
-        """What no move may change: parameter objects, optimizer keys, and which names share a storage."""
+        """What no move may change: parameter objects, optimizer keys, and which names share a
+        storage."""
         models = [each for each in self.objects() if isinstance(each, nn.Module)]
         parameters = tuple(id(p) for model in models for p in model.parameters())
         keys = tuple(tuple(id(key) for key in optimizer.state) for optimizer in self.optimizers)
@@ -164,7 +176,10 @@ def build_reward() -> nn.Module:
 def partition(model: nn.Module) -> frozenset[frozenset[str]]:
     """The names of a module's tensors, grouped by the storage that they share."""
     groups: dict[int, set[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         groups.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
     return frozenset(frozenset(group) for group in groups.values())
 
@@ -172,11 +187,14 @@ def partition(model: nn.Module) -> frozenset[frozenset[str]]:
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """The bytes of a whole storage: a value says nothing about NaN and -0.0."""
     storage = tensor.untyped_storage()
-    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy())
+    return bytes(
+        torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
+    )
 
 
 def digest(handle: placement.Handle) -> str:
-    """SHA-256 of every distinct storage, read through `state_dict()`, in whatever state the handle is."""
+    """SHA-256 of every distinct storage, read through `state_dict()`, in whatever state the handle
+    is."""
     found = hashlib.sha256()
     state = handle.object.module.state_dict() if handle.kind == "engine" else handle.state_dict()
     for name, tensor in nested_tensors(state, ""):
@@ -185,31 +203,43 @@ def digest(handle: placement.Handle) -> str:
 
 
 def hidden_bytes(handle: placement.Handle) -> dict[str, bytes]:
-    """What a state dict does not show (attributes, buffers that are not persistent), on the device."""
+    """What a state dict does not show (attributes, buffers that are not persistent), on the
+    device."""
     assert handle.adapter is not None
     shown = handle.object.state_dict().keys()
-    return {owned.name: as_bytes(owned.tensor) for owned in handle.adapter.owned() if owned.name not in shown and not owned.transient}
+    return {
+        owned.name: as_bytes(owned.tensor)
+        for owned in handle.adapter.owned()
+        if owned.name not in shown and not owned.transient
+    }
 
 
 def check_sound(worker: FaultyWorker) -> None:
     """Nothing disagrees, and the ledger is what the handles hold."""
     worker.manager.check_integrity()
     holdings = [handle.holding for handle in worker.manager.handles.values() if handle.holding]
-    held = sum(r.pages.own_bytes + r.pages.aside_bytes for holding in holdings for r in holding.ranges)
+    held = sum(
+        r.pages.own_bytes + r.pages.aside_bytes for holding in holdings for r in holding.ranges
+    )
     assert worker.device.memory().chunk_bytes == held
     assert [name for name, handle in worker.manager.handles.items() if handle.broken] == []
 
 
 def check_values(worker: FaultyWorker, except_for: Collection[str] = ()) -> None:
     """Every handle holds what was last committed, bit by bit."""
-    names = [name for name in worker.committed if name in worker.manager.handles and name not in except_for]
+    names = [
+        name
+        for name in worker.committed
+        if name in worker.manager.handles and name not in except_for
+    ]
     found = {name: digest(worker.manager.handles[name]) for name in names}
     assert {name for name in found if found[name] != worker.committed[name]} == set()
 
 
 @contextmanager
 def many_cases() -> Iterator[None]:
-    """For thousands of tiny cases: one thread for torch, and collections that look only at what was made inside."""
+    """For thousands of tiny cases: one thread for torch, and collections that look only at what was
+    made inside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     worker = FaultyWorker().register()  # what torch imports only now would be looked at each time
@@ -225,10 +255,11 @@ def many_cases() -> Iterator[None]:
 
 
 def calls_to_fail(device: Faults, operation: str, run: Callable[[], object]) -> list[int]:
-    """Which calls of an operation in `run`, from 1 on, are to be failed in turn: with SWEEP=all each of them.
+    """Which calls of an operation in `run`, from 1 on, are to be failed in turn: with SWEEP=all
+    each of them.
 
-    Otherwise the first, the middle and the last of those that come from the same lines, ours and the test's: calls from one place differ
-    in how much was done before them.
+    Otherwise the first, the middle and the last of those that come from the same lines, ours and
+    the test's: calls from one place differ in how much was done before them.
     """
     places: dict[tuple[Any, ...], list[int]] = {}
     count, before = device._count, device.calls[operation]
@@ -249,7 +280,9 @@ def calls_to_fail(device: Faults, operation: str, run: Callable[[], object]) -> 
         del device._count
     if os.environ.get("SWEEP") == "all":
         return [*range(1, device.calls[operation] - before + 1)]
-    return sorted({at for calls in places.values() for at in (calls[0], calls[len(calls) // 2], calls[-1])})
+    return sorted(
+        {at for calls in places.values() for at in (calls[0], calls[len(calls) // 2], calls[-1])}
+    )
 
 
 def check_left(worker: FaultyWorker) -> None:
@@ -259,5 +292,7 @@ def check_left(worker: FaultyWorker) -> None:
     check_sound(worker)
     check_values(worker)
     states = {name: handle.state for name, handle in worker.manager.handles.items()}
-    assert {name: state for name, state in states.items() if state is not placement.State.CPU_OFFLOADED} == {}
+    assert {
+        name: state for name, state in states.items() if state is not placement.State.CPU_OFFLOADED
+    } == {}
     assert worker.device.memory().chunk_bytes == 0

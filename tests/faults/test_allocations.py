@@ -1,6 +1,8 @@
-"""Every call of the device during a full step failed in turn, once and for ever: see `calls_to_fail`.
+"""Every call of the device during a full step failed in turn, once and for ever: see
+`calls_to_fail`.
 
-Two steps in a row are swept, because they differ: in the first one optimizer state is born and a `Lazy` is built.
+Two steps in a row are swept, because they differ: in the first one optimizer state is born and a
+`Lazy` is built.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ from placement.core.states import State
 from placement.devices.memory import Copy, Direction
 from placement.planning.prefetcher import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.faults.harness import FAULTS, PAGE, FaultyWorker, as_bytes, calls_to_fail, check_left, check_sound, check_values, hidden_bytes
+from tests.faults.harness import (
+    FAULTS,
+    PAGE,
+    FaultyWorker,
+    as_bytes,
+    calls_to_fail,
+    check_left,
+    check_sound,
+    check_values,
+    hidden_bytes,
+)
 from tests.support.early import Foresight
 from tests.support.threads import until
 
@@ -50,9 +62,13 @@ def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
+@pytest.mark.parametrize(
+    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+)
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
+def test_every_call_failed(
+    operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]
+) -> None:
     survey = FaultyWorker().register()
     points = calls_to_fail(survey.device, operation, lambda: run_until_it_fails(survey))
     if operation not in ("host", "reserve") and os.environ.get("SWEEP") != "all":
@@ -65,14 +81,18 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
         worker.device.fail(operation, at=at, forever=forever)
         error = run_until_it_fails(worker)
         where = f"{operation} call {at}"
-        if error is None:  # one failure at an exit is made good at the same phase transition; then the metrics tell
+        # one failure at an exit is made good at the same phase transition; then the metrics tell
+        if error is None:
             assert worker.device.fired, f"{where} was not made"
             assert operation in ("map", "copy", "sync"), f"{where} failed and nobody was told"
             assert not forever
-            assert any(shot.failures for shot in worker.manager.snapshot().handles), f"{where} failed and nobody was told"
+            assert any(shot.failures for shot in worker.manager.snapshot().handles), (
+                f"{where} failed and nobody was told"
+            )
         worker.manager.check_integrity()
         broken = {name for name, handle in worker.manager.handles.items() if handle.broken}
-        # In the middle of a swap, a link that stays dead leaves handles that can go neither way, and say so until it answers again.
+        # In the middle of a swap, a link that stays dead leaves handles that can go neither way,
+        # and say so until it answers again.
         assert not broken or (forever and operation in ("copy", "sync"))
         check_values(worker, except_for=broken)
         if operation in ("host", "reserve", "create"):
@@ -87,7 +107,10 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
         assert worker.identity()[0] == identity[0]
         assert worker.identity()[2] == identity[2]
     assert points
-    counted(f"{len(points)} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left")
+    counted(
+        f"{len(points)} calls of {operation} failed {'for ever' if forever else 'once'}: nothing "
+        "lost, nothing left"
+    )
 
 
 def make_extra() -> tuple[nn.Module, list[bytes]]:
@@ -97,8 +120,11 @@ def make_extra() -> tuple[nn.Module, list[bytes]]:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-def test_every_call_of_register_failed(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
-    """Inside a phase that wants the new handle, so that it is loaded too: a failed registration leaves the object as it was."""
+def test_every_call_of_register_failed(
+    operation: str, forever: bool, counted: Callable[[str], None]
+) -> None:
+    """Inside a phase that wants the new handle, so that it is loaded too: a failed registration
+    leaves the object as it was."""
     points = 0
     while True:
         worker = FaultyWorker().register_few()
@@ -108,7 +134,10 @@ def test_every_call_of_register_failed(operation: str, forever: bool, counted: C
             try:
                 worker.manager.register("extra", extra, role="reward")
             except FAULTS:
-                assert "extra" not in worker.manager.handles or (operation, forever) == ("sync", True)
+                assert "extra" not in worker.manager.handles or (operation, forever) == (
+                    "sync",
+                    True,
+                )
             else:
                 assert not worker.device.fired
             worker.device.clear()
@@ -122,7 +151,10 @@ def test_every_call_of_register_failed(operation: str, forever: bool, counted: C
         assert [as_bytes(tensor) for tensor in extra.state_dict().values()] == before
         if not fired:
             break
-    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'} during register(): nothing changed")
+    counted(
+        f"{points} calls of {operation} failed {'for ever' if forever else 'once'} during "
+        "register(): nothing changed"
+    )
 
 
 def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
@@ -138,7 +170,9 @@ def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() ->
     check_values(worker)
     worker.device.clear()
     with worker.manager.phase("log_prob"):
-        assert [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None] == gradients
+        assert [
+            as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None
+        ] == gradients
     check_left(worker)
 
 
@@ -163,10 +197,13 @@ def a_few_phases(worker: FaultyWorker) -> None:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
-def test_every_call_failed_with_prefetch(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
+def test_every_call_failed_with_prefetch(
+    operation: str, forever: bool, counted: Callable[[str], None]
+) -> None:
     def worker_before() -> FaultyWorker:
         worker = FaultyWorker(CAPACITY_BYTES, policy=Foresight()).register_few()
-        if operation != "reserve":  # addresses are reserved once, when something arrives early for the first time
+        # addresses are reserved once, when something arrives early for the first time
+        if operation != "reserve":
             a_few_phases(worker)
         return worker
 
@@ -190,11 +227,15 @@ def test_every_call_failed_with_prefetch(operation: str, forever: bool, counted:
         check_left(worker)
     assert points
     how = "for ever" if forever else "once"
-    counted(f"{len(points)} calls of {operation} failed {how} in phases with prefetch: nothing lost, nothing left")
+    counted(
+        f"{len(points)} calls of {operation} failed {how} in phases with prefetch: nothing lost, "
+        "nothing left"
+    )
 
 
 class Gate(Faults):
-    """A device whose copies to the device wait, in the thread that starts them, until the test lets them through."""
+    """A device whose copies to the device wait, in the thread that starts them, until the test lets
+    them through."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(SimulatedDevice(capacity_bytes, chunk_bytes=PAGE))
@@ -215,7 +256,8 @@ BURSTS = 6
 
 
 def with_critic(device: Gate) -> tuple[placement.Manager, torch.nn.Module]:
-    """A critic of six bursts that arrives early in `log_prob`: two are started at once, and a thread starts the others, one at a time."""
+    """A critic of six bursts that arrives early in `log_prob`: two are started at once, and a
+    thread starts the others, one at a time."""
     manager = placement.Manager(device=device, policy=Foresight())
     critic = torch.nn.Linear(BURSTS * BURST_CHUNKS * PAGE // 4, 1, bias=False)
     torch.nn.init.constant_(critic.weight, 3)
@@ -225,7 +267,9 @@ def with_critic(device: Gate) -> tuple[placement.Manager, torch.nn.Module]:
 
 def load_of_critic(manager: placement.Manager) -> tuple[int, int]:
     """The bytes that it copied, and those that had arrived early."""
-    (load,) = [each for each in manager.journal if (each.handle, each.trigger) == ("critic", "load")]
+    (load,) = [
+        each for each in manager.journal if (each.handle, each.trigger) == ("critic", "load")
+    ]
     return load.nbytes, load.prefetched_bytes
 
 
@@ -233,21 +277,27 @@ def load_of_critic(manager: placement.Manager) -> tuple[int, int]:
 def test_a_load_copies_what_the_thread_had_not_started(bursts: int) -> None:
     manager, critic = with_critic(device := Gate(4 << 20))
     with manager.phase("log_prob") as step:
-        assert manager.snapshot().handles[0].prefetched_bytes == BURSTS * BURST_CHUNKS * PAGE  # the memory is there at once
+        # the memory is there at once
+        assert manager.snapshot().handles[0].prefetched_bytes == BURSTS * BURST_CHUNKS * PAGE
         for _ in range(bursts):
             device.let.release()
         device.wait_until_started(bursts)
         if bursts < BURSTS - 2:
-            threading.Timer(0.05, device.let.release).start()  # the burst that the thread has taken, while the switch waits for it
+            # the burst that the thread has taken, while the switch waits for it
+            threading.Timer(0.05, device.let.release).start()
         step.switch("values")
         copied, early = load_of_critic(manager)
         assert copied + early == BURSTS * BURST_CHUNKS * PAGE
-        assert early in {min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)}
+        assert early in {
+            min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)
+        }
         assert bool((critic.weight == 3).all())
     assert_nothing_resident(manager)
 
 
-def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Working(Gate):
         """Its kernels end when everything has arrived, an hour later."""
 
@@ -281,6 +331,9 @@ def test_a_copy_that_fails_in_the_thread_is_made_by_the_load() -> None:
         device.wait_until_started(1)
         step.switch("values")
         assert device.fired == 1
-        assert load_of_critic(manager) == ((BURSTS - 2) * BURST_CHUNKS * PAGE, 2 * BURST_CHUNKS * PAGE)
+        assert load_of_critic(manager) == (
+            (BURSTS - 2) * BURST_CHUNKS * PAGE,
+            2 * BURST_CHUNKS * PAGE,
+        )
         assert bool((critic.weight == 3).all())
     assert_nothing_resident(manager)

@@ -24,7 +24,9 @@ from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values
 from tests.support.disk import settle
 
-pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
+pytestmark = pytest.mark.leaves_behind(
+    "each of many cases is looked at by the harness when it ends"
+)
 
 CAPACITY_BYTES = 256 * 1024
 LIMIT_BYTES = 42 * 1024
@@ -38,7 +40,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker_in(folder: Path) -> FaultyWorker:
-    worker = FaultyWorker(CAPACITY_BYTES, host_limit_bytes=LIMIT_BYTES, disk_directory=folder).register_few()
+    worker = FaultyWorker(
+        CAPACITY_BYTES, host_limit_bytes=LIMIT_BYTES, disk_directory=folder
+    ).register_few()
     settle(worker.manager)
     return worker
 
@@ -58,16 +62,21 @@ def a_few_phases(worker: FaultyWorker) -> None:
 
 
 def lost(worker: FaultyWorker) -> set[str]:
-    return {name for name, handle in worker.manager.handles.items() if handle.storage.lost is not None}
+    return {
+        name for name, handle in worker.manager.handles.items() if handle.storage.lost is not None
+    }
 
 
 _preadv = os.preadv
 
 
 class Failing:
-    """A function or a method that does something else at one of its calls, or from there on. Several threads call it."""
+    """A function or a method that does something else at one of its calls, or from there on.
+    Several threads call it."""
 
-    def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[..., Any]) -> None:
+    def __init__(
+        self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[..., Any]
+    ) -> None:
         self._real, self._at, self._forever, self._fail = real, at, forever, fail
         self._lock = threading.Lock()
         self.calls = 0
@@ -77,7 +86,8 @@ class Failing:
         return functools.partial(self, owner)
 
     def __call__(self, *arguments: Any, **_: Any) -> Any:
-        if self._real is _preadv and isinstance(arguments[1][0], bytearray):  # the simulated device reads which pages it has
+        # the simulated device reads which pages it has
+        if self._real is _preadv and isinstance(arguments[1][0], bytearray):
             return self._real(*arguments)
         with self._lock:
             self.calls += 1
@@ -114,29 +124,42 @@ OPERATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 def worker_that_gives_back(_: Path) -> FaultyWorker:
-    """One that gives back whatever host copy the device has the bytes of, and so must take it again for each offload."""
+    """One that gives back whatever host copy the device has the bytes of, and so must take it again
+    for each offload."""
     worker = FaultyWorker(CAPACITY_BYTES, host_copies="while_needed").register_few()
     settle(worker.manager)
     return worker
 
 
-CALLS = [*((worker_in, each) for each in OPERATIONS), *((worker_that_gives_back, each) for each in ("release", "memory"))]
+CALLS = [
+    *((worker_in, each) for each in OPERATIONS),
+    *((worker_that_gives_back, each) for each in ("release", "memory")),
+]
 
 
-@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
+@pytest.mark.parametrize(
+    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+)
 @pytest.mark.parametrize(("make", "operation"), CALLS)
 def test_every_call_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], FaultyWorker], operation: str, forever: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], FaultyWorker],
+    operation: str,
+    forever: bool,
 ) -> None:
     owner, name, fail = OPERATIONS[operation]
-    monkeypatch.setattr(UseHistory, "is_idle", lambda *_: True)  # of no effect where nothing is given back
+    # of no effect where nothing is given back
+    monkeypatch.setattr(UseHistory, "is_idle", lambda *_: True)
     points = 0
     while True:
         worker = make(tmp_path)
         with monkeypatch.context() as patched:
             failing = Failing(getattr(owner, name), points + 1, forever, fail)
             patched.setattr(owner, name, failing)
-            with contextlib.suppress(placement.IntegrityError, placement.BrokenHandleError, placement.HostMemoryError):
+            with contextlib.suppress(
+                placement.IntegrityError, placement.BrokenHandleError, placement.HostMemoryError
+            ):
                 a_few_phases(worker)
             settle(worker.manager)
         if not failing.fired:
@@ -149,7 +172,8 @@ def test_every_call_failed(
         for each in gone:
             with contextlib.suppress(placement.IntegrityError):
                 worker.manager.unregister(each)
-        with contextlib.suppress(placement.PhaseError):  # an optimizer whose module was lost goes with it
+        # an optimizer whose module was lost goes with it
+        with contextlib.suppress(placement.PhaseError):
             worker.manager.check_integrity()
         check_values(worker, except_for=gone)
         if not gone:

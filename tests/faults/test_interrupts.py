@@ -1,8 +1,9 @@
-"""Ctrl-C at the lines of a phase transition, as a real signal: nothing inconsistent, no value lost, the phases as their caller left
-them.
+"""Ctrl-C at the lines of a phase transition, as a real signal: nothing inconsistent, no value lost,
+the phases as their caller left them.
 
-A share of the lines of each operation is interrupted; with SWEEP=all every line, at its first and its last visit, which takes ten minutes.
-Recovery is what a user does: leave the `with`, drop the traceback, open the next phase.
+A share of the lines of each operation is interrupted; with SWEEP=all every line, at its first and
+its last visit, which takes ten minutes. Recovery is what a user does: leave the `with`, drop the
+traceback, open the next phase.
 """
 
 from __future__ import annotations
@@ -26,20 +27,28 @@ from tests.faults.harness import FaultyWorker, check_left, check_sound
 from tests.faults.test_streamed_step import Job
 from tests.support.early import Foresight
 
-pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
+pytestmark = pytest.mark.leaves_behind(
+    "each of many cases is looked at by the harness when it ends"
+)
 
-OURS = tuple(os.path.dirname(os.path.abspath(each)) + os.sep for each in (placement.__file__, placement.policies.__file__))
+OURS = tuple(
+    os.path.dirname(os.path.abspath(each)) + os.sep
+    for each in (placement.__file__, placement.policies.__file__)
+)
 IS_WHOLE = os.environ.get("SWEEP") == "all"
 
 
 class Lines:
-    """Sends SIGINT at one visit of one line of ours, in a `with` statement. Without a line, it counts the visits.
+    """Sends SIGINT at one visit of one line of ours, in a `with` statement. Without a line, it
+    counts the visits.
 
     Args:
         again: send it once more at the next line of ours.
     """
 
-    def __init__(self, line: tuple[CodeType, int] | None = None, visit: int = 1, *, again: bool = False) -> None:
+    def __init__(
+        self, line: tuple[CodeType, int] | None = None, visit: int = 1, *, again: bool = False
+    ) -> None:
         self.visits: dict[tuple[CodeType, int], int] = {}
         self._line, self._visit = line, visit
         self.left = 1 + again
@@ -50,7 +59,12 @@ class Lines:
     def __enter__(self) -> None:
         sys.settrace(self._call)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -74,7 +88,9 @@ class Case:
 
     def __init__(self, operation: str) -> None:
         self.operation = getattr(self, operation)
-        self.worker = FaultyWorker(256 * 1024, **({"policy": Foresight()} if operation == "prefetch" else {})).register_few()
+        self.worker = FaultyWorker(
+            256 * 1024, **({"policy": Foresight()} if operation == "prefetch" else {})
+        ).register_few()
         self.manager, self.device = self.worker.manager, self.worker.device
         for _ in range(2):  # what is done for the first time is done
             assert self.run(Lines()) is None or operation.startswith("failing")
@@ -170,7 +186,9 @@ class Case:
             with suppress(placement.PhaseError):
                 self.manager.unregister("extra")
             assert extra[1].weight is extra[0].weight
-            assert all(torch.equal(now, then) for now, then in zip(extra.parameters(), before, strict=True))
+            assert all(
+                torch.equal(now, then) for now, then in zip(extra.parameters(), before, strict=True)
+            )
 
 
 class StreamedStep:
@@ -194,7 +212,9 @@ class StreamedStep:
 
 
 OPERATIONS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("entry", "leaving", "switch", "prefetch", "failing_switch", "failing_leaving"), Case),
+    **dict.fromkeys(
+        ("entry", "leaving", "switch", "prefetch", "failing_switch", "failing_leaving"), Case
+    ),
     **dict.fromkeys(("enter_and_leave", "holds", "register"), Case),
     "streamed_step": StreamedStep,
 }
@@ -210,11 +230,15 @@ def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.timeout(3600 if IS_WHOLE else 600)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_interrupted_at_lines(operation: str, swallowed: list[Any], counted: Callable[[str], None]) -> None:
+def test_interrupted_at_lines(
+    operation: str, swallowed: list[Any], counted: Callable[[str], None]
+) -> None:
     case, survey = OPERATIONS[operation](operation), Lines()
     case.run(survey)
     case.check()
-    points = [(line, visit) for line, visits in survey.visits.items() for visit in sorted({1, visits})]
+    points = [
+        (line, visit) for line, visits in survey.visits.items() for visit in sorted({1, visits})
+    ]
     problems, cases = [], 0
     for line, visit in points if IS_WHOLE else points[:: len(points) // 30]:
         lines = Lines(line, visit)
@@ -222,11 +246,18 @@ def test_interrupted_at_lines(operation: str, swallowed: list[Any], counted: Cal
         raised = case.run(lines)
         cases += not lines.left  # an earlier case may have left nothing to do there
         try:
-            assert lines.left or isinstance(raised, KeyboardInterrupt) or KeyboardInterrupt in swallowed, f"{raised!r} came out"
+            assert (
+                lines.left
+                or isinstance(raised, KeyboardInterrupt)
+                or KeyboardInterrupt in swallowed
+            ), f"{raised!r} came out"
             del raised
             case.check()
         except Exception as problem:
-            problems.append(f"{line[0].co_filename}:{line[1]} visit {visit}: {type(problem).__name__}: {str(problem)[:300]}")
+            problems.append(
+                f"{line[0].co_filename}:{line[1]} visit {visit}: {type(problem).__name__}: "
+                f"{str(problem)[:300]}"
+            )
             case = OPERATIONS[operation](operation)
         if len(problems) == 8:
             break
@@ -235,7 +266,9 @@ def test_interrupted_at_lines(operation: str, swallowed: list[Any], counted: Cal
     counted(f"{operation}: SIGINT at {cases} lines, 0 inconsistent")
 
 
-def test_a_second_one_is_raised_at_once(swallowed: list[Any], counted: Callable[[str], None]) -> None:
+def test_a_second_one_is_raised_at_once(
+    swallowed: list[Any], counted: Callable[[str], None]
+) -> None:
     case, survey = Case("switch"), Lines()
     case.run(survey)
     cases = 0

@@ -1,4 +1,5 @@
-"""Kernels that are still running when a transition, or an end, takes memory away: none of them may find it gone."""
+"""Kernels that are still running when a transition, or an end, takes memory away: none of them may
+find it gone."""
 
 from __future__ import annotations
 
@@ -67,31 +68,47 @@ def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
             device.map(addresses, (device.create(CHUNK),))
 
 
-@settings(max_examples=400 if IS_SWEEP else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400 if IS_SWEEP else 8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     sizes=st.lists(st.sampled_from([16, 75, 250, 500, 1000, 2250, 5001]), min_size=3, max_size=12),
     later=st.sets(st.integers(0, 11), max_size=4),
     bucket_chunks=st.sampled_from([1, 1, 2, 3]),
-    steps=st.lists(st.tuples(st.sets(st.integers(0, 11), max_size=4), st.sampled_from([None, 1, 2, 3, 4, 5])), min_size=2, max_size=4),
+    steps=st.lists(
+        st.tuples(st.sets(st.integers(0, 11), max_size=4), st.sampled_from([None, 1, 2, 3, 4, 5])),
+        min_size=2,
+        max_size=4,
+    ),
 )
 @example(sizes=[75, 500, 450], later={1}, bucket_chunks=1, steps=[(set(), 1)])
 def test_steps_that_stream_their_state(
     sizes: list[int], later: set[int], bucket_chunks: int, steps: list[tuple[set[int], int | None]]
 ) -> None:
-    """The state of some parameters is created later, so that it lies in another order than the step takes it; some take no part in a step.
-    The device has now and then room for few buckets, and what one of them keeps for the next ones gives way."""
+    """The state of some parameters is created later, so that it lies in another order than the step
+    takes it; some take no part in a step. The device has now and then room for few buckets, and
+    what one of them keeps for the next ones gives way."""
     torch.manual_seed(0)
     nets = [torch.nn.ParameterList(torch.nn.Parameter(torch.randn(size)) for size in sizes)]
     nets.append(copy.deepcopy(nets[0]))
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     device = KernelDevice(400 * CHUNK, chunk_bytes=CHUNK)
-    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=bucket_chunks * CHUNK)
-    actor, adam = manager.register("actor", nets[0], role="actor"), manager.register("adam", optimizers[0])
+    manager = placement.Manager(
+        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=bucket_chunks * CHUNK
+    )
+    actor, adam = (
+        manager.register("actor", nets[0], role="actor"),
+        manager.register("adam", optimizers[0]),
+    )
     for number, (left_out, room) in enumerate([(later, None), (set(), None), *steps]):
         with manager.phase("train"):
             for net in nets:
                 for index, parameter in enumerate(net):
-                    parameter.grad = None if index in left_out else torch.full_like(parameter, 0.5 + number)
+                    parameter.grad = (
+                        None if index in left_out else torch.full_like(parameter, 0.5 + number)
+                    )
             if room is not None:
                 device.run_out_of_memory()
                 device.outside_bytes = max(0, device.memory().free_bytes - room * CHUNK)
@@ -109,9 +126,14 @@ def test_steps_that_stream_their_state(
     manager.close()
 
 
-@pytest.mark.parametrize(("operation", "forever"), [("host", False), ("reserve", False), ("copy", False), ("sync", True)])
-def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operation: str, *, forever: bool) -> None:
-    """Two models leave with new gradients. Those of the first are on their way when the second fails."""
+@pytest.mark.parametrize(
+    ("operation", "forever"), [("host", False), ("reserve", False), ("copy", False), ("sync", True)]
+)
+def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(
+    operation: str, *, forever: bool
+) -> None:
+    """Two models leave with new gradients. Those of the first are on their way when the second
+    fails."""
     device = LateDevice(400 * CHUNK, chunk_bytes=CHUNK)
     manager = placement.Manager(device=device, policy=Colocated())
     nets = [torch.nn.Linear(64, 64) for _ in range(2)]
@@ -123,22 +145,31 @@ def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(operati
         with manager.phase("train"):
             for net in nets:
                 net(torch.ones(2, 64)).sum().backward()
-            wanted = [{name: parameter.grad.clone() for name, parameter in net.named_parameters()} for net in nets]  # type: ignore[union-attr]
+            wanted = [
+                {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+                for net in nets
+            ]  # type: ignore[union-attr]
             device.fail(operation, at=2, forever=forever)
     except (DeviceMemoryError, HostMemoryError, InjectedFault):
         pass
     assert device.fired
     device.clear()
-    gc.collect()  # a device that fails every wait cannot be waited for, and makes no more copies to what is freed then
+    # a device that fails every wait cannot be waited for, and makes no more copies to what is freed
+    # then
+    gc.collect()
     assert device.freed_bytes == 0
     with manager.phase("train"):
         for net, gradients in zip(nets, wanted, strict=True):
-            assert_same({name: parameter.grad for name, parameter in net.named_parameters()}, gradients)
+            assert_same(
+                {name: parameter.grad for name, parameter in net.named_parameters()}, gradients
+            )
             net.zero_grad()
     manager.close()
 
 
-def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_thread_reads_of_a_state_dict_has_run_before_the_memory_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may begin at any moment until the tensors are pointed to the host copy."""
     worker = worker_with(Colocated())
     worker.manager.enter("log_prob")
@@ -162,7 +193,14 @@ def unregister(worker: Worker) -> None:
 
 
 def drop_the_manager(worker: Worker) -> None:
-    del worker.actor, worker.optimizer, worker.ref, worker.critic, worker.critic_optimizer, worker.manager
+    del (
+        worker.actor,
+        worker.optimizer,
+        worker.ref,
+        worker.critic,
+        worker.critic_optimizer,
+        worker.manager,
+    )
     gc.collect()
 
 
@@ -176,19 +214,29 @@ def register_in_their_place(worker: Worker) -> None:
 
 ENDS: dict[str, Callable[[Worker], None]] = {
     "close": lambda worker: worker.manager.close(),
-    "close on the device": lambda worker: worker.manager.close(on_device=("actor", "actor.optimizer")),
+    "close on the device": lambda worker: worker.manager.close(
+        on_device=("actor", "actor.optimizer")
+    ),
     **{each.__name__: each for each in (unregister, drop_the_manager, register_in_their_place)},
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: str) -> None:
+def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(
+    end: str,
+) -> None:
     worker = worker_with(Resident())
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         learn(worker.critic_net, worker.sgd)
     assert set(worker.states().values()) == {State.GPU_RESIDENT}
-    parts = {"net": worker.net, "critic": worker.critic_net, "ref": worker.ref_net, "adam": worker.adam, "sgd": worker.sgd}
+    parts = {
+        "net": worker.net,
+        "critic": worker.critic_net,
+        "ref": worker.ref_net,
+        "adam": worker.adam,
+        "sgd": worker.sgd,
+    }
     wanted = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     for _ in range(3):
         worker.net(torch.ones(1, 64))  # kernels that still read the weights
@@ -200,13 +248,21 @@ PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync
 ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
 
 
-@settings(max_examples=400 if IS_SWEEP else 12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=400 if IS_SWEEP else 12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(ACTIONS)), min_size=2, max_size=10),
+    steps=st.lists(
+        st.tuples(st.sampled_from(PHASES), st.sampled_from(ACTIONS)), min_size=2, max_size=10
+    ),
     chunks=st.sampled_from([44, 60, 400]),
     policy=st.sampled_from([Resident, lambda: Cyclic(idle="keep")]),
 )
-def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Callable[[], placement.Policy]) -> None:
+def test_random_programs(
+    steps: list[tuple[str, str]], chunks: int, policy: Callable[[], placement.Policy]
+) -> None:
     """Kernels run up to every transition, and the end."""
     worker = worker_with(policy(), chunks)
     plain = copy.deepcopy(worker.values)
@@ -221,7 +277,14 @@ def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Call
                 elif action == "state dict":
                     assert_same(worker.actor.state_dict(), plain)
                 elif action == "publish" and name == "weight_sync":
-                    assert_same({key: value.clone() for bucket in worker.actor.weights(bucket_bytes=CHUNK) for key, value in bucket}, plain)
+                    assert_same(
+                        {
+                            key: value.clone()
+                            for bucket in worker.actor.weights(bucket_bytes=CHUNK)
+                            for key, value in bucket
+                        },
+                        plain,
+                    )
                 elif action == "fail":
                     raise ZeroDivisionError
                 elif action == "leave":
@@ -239,6 +302,10 @@ def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Call
 def compute(worker: Worker) -> None:
     """A forward pass of each model that is on the device."""
     with torch.no_grad():
-        for handle, model in ((worker.actor, worker.net), (worker.ref, worker.ref_net), (worker.critic, worker.critic_net)):
+        for handle, model in (
+            (worker.actor, worker.net),
+            (worker.ref, worker.ref_net),
+            (worker.critic, worker.critic_net),
+        ):
             if handle.resident_bytes and handle.state is not State.CPU_OFFLOADED:
                 model(torch.ones(2, 64))

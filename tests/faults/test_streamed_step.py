@@ -1,8 +1,9 @@
 """A streamed step that is cut short by every call of the device that fails in turn.
 
-Each parameter is then either stepped, with its new state on the host, or as it was, with its old state. Of one that is stepped in slices
-the same holds for each element. Nothing of the state is on the device, the optimizer is as the user made it, and the next step is that
-of an optimizer with the same values.
+Each parameter is then either stepped, with its new state on the host, or as it was, with its old
+state. Of one that is stepped in slices the same holds for each element. Nothing of the state is on
+the device, the optimizer is as the user made it, and the next step is that of an optimizer with the
+same values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ BUCKET_BYTES = 3 * 4096
 
 
 def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[bytes]]:
-    """The bytes of each parameter and of its state. What is offloaded is read from the host copies."""
+    """The bytes of each parameter and of its state. What is offloaded is read from the host
+    copies."""
     parameters = net.state_dict()
     state = optimizer.state_dict()["state"]
     return [
@@ -44,22 +46,27 @@ def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[bytes]
 
 
 def _is_of_one_step(found: list[bytes], old: list[bytes], new: list[bytes]) -> bool:
-    """Whether a parameter and its state are of one step. In a sliced one each element is, and the counter is new once all of them are."""
+    """Whether a parameter and its state are of one step. In a sliced one each element is, and the
+    counter is new once all of them are."""
     if found in (old, new):
         return True
     if len(found[0]) <= BUCKET_BYTES:
         return False
 
     def is_as_in(values: list[bytes]) -> Any:
-        pairs = zip(found[:1] + found[2:], values[:1] + values[2:], strict=True)  # without the counter
-        return np.logical_and.reduce([np.frombuffer(now, np.int32) == np.frombuffer(then, np.int32) for now, then in pairs])
+        # without the counter
+        pairs = zip(found[:1] + found[2:], values[:1] + values[2:], strict=True)
+        return np.logical_and.reduce(
+            [np.frombuffer(now, np.int32) == np.frombuffer(then, np.int32) for now, then in pairs]
+        )
 
     is_new = is_as_in(new)
     return bool((is_as_in(old) | is_new).all()) and found[1] == (new if is_new.all() else old)[1]
 
 
 class Job:
-    """A model and an optimizer that streams, on a device that fails on demand, and the same without placement.
+    """A model and an optimizer that streams, on a device that fails on demand, and the same without
+    placement.
 
     Args:
         width: of the third layer. A wide one has moments of several buckets.
@@ -73,7 +80,9 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.other = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
         self.device: Any = Faults(SimulatedDevice(4 << 20, chunk_bytes=4096))
-        self.manager = placement.Manager(device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+        self.manager = placement.Manager(
+            device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
+        )
         self.actor = self.manager.register("actor", self.net, role="actor")
         self.handle = self.manager.register("adam", self.optimizer)
         self.groups = self.optimizer.param_groups
@@ -81,8 +90,11 @@ class Job:
         self.steps = 0
 
     def stepped(self, disturbed: Callable[[], Any]) -> BaseException | None:
-        """One step of both. `disturbed` steps the placed optimizer. Returns the error that it raised."""
-        self.plain.load_state_dict({name: value.clone() for name, value in self.actor.state_dict().items()})
+        """One step of both. `disturbed` steps the placed optimizer. Returns the error that it
+        raised."""
+        self.plain.load_state_dict(
+            {name: value.clone() for name, value in self.actor.state_dict().items()}
+        )
         self.other.load_state_dict(copy.deepcopy(self.handle.state_dict()))
         self.steps += 1
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.steps))
@@ -101,14 +113,20 @@ class Job:
         return None
 
     def check(self) -> int:
-        """What must hold outside every phase after a step, however far it came. Returns how many parameters were stepped."""
+        """What must hold outside every phase after a step, however far it came. Returns how many
+        parameters were stepped."""
         gc.collect()
-        with self.manager.phase("train"):  # what a device that does not answer has left is settled at the next phase transition
+        # what a device that does not answer has left is settled at the next phase transition
+        with self.manager.phase("train"):
             self.net.zero_grad()
         assert self.manager.snapshot().phases == ()
         assert self.handle.state is State.CPU_OFFLOADED
         assert self.optimizer.param_groups is self.groups
-        assert all(a is b for group, own in zip(self.groups, self.members, strict=True) for a, b in zip(group["params"], own, strict=True))
+        assert all(
+            a is b
+            for group, own in zip(self.groups, self.members, strict=True)
+            for a, b in zip(group["params"], own, strict=True)
+        )
         self.manager.check_integrity()
         assert_nothing_resident(self.manager)
         assert self.device.memory().chunk_bytes == 0
@@ -133,10 +151,17 @@ class Job:
 
 @pytest.mark.parametrize(
     ("when", "operation"),
-    [*(("first step", each) for each in ("reserve", "copy", "sync")), *(("step in slices", each) for each in ("map", "copy", "sync"))],
+    [
+        *(("first step", each) for each in ("reserve", "copy", "sync")),
+        *(("step in slices", each) for each in ("map", "copy", "sync")),
+    ],
 )
-@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
-def test_every_call_failed(operation: str, forever: bool, when: str, counted: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+)
+def test_every_call_failed(
+    operation: str, forever: bool, when: str, counted: Callable[[str], None]
+) -> None:
     def job_before() -> Job:
         job = Job(WIDE if when == "step in slices" else WIDTH)
         if when != "first step":
@@ -145,7 +170,10 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
 
     survey, seen = job_before(), set[int]()
     points: list[int] = []
-    assert survey.stepped(lambda: points.extend(calls_to_fail(survey.device, operation, survey.step))) is None
+    assert (
+        survey.stepped(lambda: points.extend(calls_to_fail(survey.device, operation, survey.step)))
+        is None
+    )
     survey.check_goes_on()
     survey.manager.close()
     assert points
@@ -159,7 +187,8 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
             finally:
                 assert job.device.fired, f"{operation} call {at} was not made"
                 if not forever or operation not in ("copy", "sync"):
-                    job.device.clear()  # else the device does not answer while the phase is left, either
+                    # else the device does not answer while the phase is left, either
+                    job.device.clear()
 
         error = job.stepped(step)
         job.device.clear()
@@ -171,6 +200,9 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
             assert done == len(job.new)
         job.check_goes_on()
         job.manager.close()
-    counted(f"{operation}, {'for ever' if forever else 'once'}, {when}: {len(points)} calls, parameters stepped: {sorted(seen)}")
+    counted(
+        f"{operation}, {'for ever' if forever else 'once'}, {when}: {len(points)} calls, "
+        f"parameters stepped: {sorted(seen)}"
+    )
     if operation in ("copy", "sync"):
         assert len(seen) > 2, "a step was never stopped half-way"

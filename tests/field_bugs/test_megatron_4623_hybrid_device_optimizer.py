@@ -1,7 +1,8 @@
 """Megatron-LM 4623 and 4910: HybridDeviceOptimizer, its state in checkpoints, and DTensors.
 
-The real class of megatron-core, on a CPU where marked tensors say that they are of CUDA (`pretend_cuda`): fractions, copies, hooks and
-inner optimizers are its own. With DTensors it cannot be built in 0.16.1 (`pin_memory` of a DTensor fails); for those its shape is used.
+The real class of megatron-core, on a CPU where marked tensors say that they are of CUDA
+(`pretend_cuda`): fractions, copies, hooks and inner optimizers are its own. With DTensors it cannot
+be built in 0.16.1 (`pin_memory` of a DTensor fails); for those its shape is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _pretend() -> Iterator[None]:
 
 
 class OnDeviceAdam(torch.optim.AdamW):
-    """The optimizer tells devices apart by the class of the inner ones, so those for device and CPU must differ."""
+    """The optimizer tells devices apart by the class of the inner ones, so those for device and CPU
+    must differ."""
 
 
 class OnDeviceSGD(torch.optim.SGD):
@@ -44,13 +46,22 @@ class OnDeviceSGD(torch.optim.SGD):
 def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
     torch.manual_seed(0)
     linear = torch.nn.Linear
-    model = torch.nn.Sequential(linear(24, 48), torch.nn.ReLU(), linear(48, 24), torch.nn.ReLU(), linear(24, 8)).to(dtype)
+    model = torch.nn.Sequential(
+        linear(24, 48), torch.nn.ReLU(), linear(48, 24), torch.nn.ReLU(), linear(24, 8)
+    ).to(dtype)
     for parameter in model.parameters():
         mark(parameter)
     return model
 
 
-def make(model: torch.nn.Module, fraction: float = 0.5, *, overlap: bool = True, in_fp32: bool = True, sgd: bool = False) -> Any:
+def make(
+    model: torch.nn.Module,
+    fraction: float = 0.5,
+    *,
+    overlap: bool = True,
+    in_fp32: bool = True,
+    sgd: bool = False,
+) -> Any:
     cls = torch.optim.SGD if sgd else torch.optim.AdamW
     options: dict[str, Any] = {"momentum": 0.9} if sgd else {}
     return cpu_offloading.HybridDeviceOptimizer(
@@ -69,7 +80,12 @@ def make(model: torch.nn.Module, fraction: float = 0.5, *, overlap: bool = True,
 def learn(model: torch.nn.Module, optimizer: Any, number: int, *, skip: int | None = None) -> bytes:
     """A training step; parameter `skip` gets no gradient."""
     dtype = next(model.parameters()).dtype
-    loss = model(torch.randn(4, 24, generator=torch.Generator().manual_seed(number)).to(dtype)).float().square().mean()
+    loss = (
+        model(torch.randn(4, 24, generator=torch.Generator().manual_seed(number)).to(dtype))
+        .float()
+        .square()
+        .mean()
+    )
     loss.backward()
     if skip is not None:
         list(model.parameters())[skip].grad = None
@@ -80,14 +96,24 @@ def learn(model: torch.nn.Module, optimizer: Any, number: int, *, skip: int | No
 
 def state(optimizer: Any) -> list[Any]:
     entries = HybridState(optimizer).exported().values()
-    return [{key: as_bytes(v) if isinstance(v, torch.Tensor) else v for key, v in entry.items()} for entry in entries]
+    return [
+        {key: as_bytes(v) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+        for entry in entries
+    ]
 
 
 @pytest.mark.parametrize(
     ("fraction", "overlap", "sgd", "in_fp32"),
-    [(0.0, False, False, True), (0.5, True, True, True), (0.5, False, False, True), (1.0, True, False, False)],
+    [
+        (0.0, False, False, True),
+        (0.5, True, True, True),
+        (0.5, False, False, True),
+        (1.0, True, False, False),
+    ],
 )
-def test_the_model_moves_between_steps_and_the_optimizer_is_left_alone(fraction: float, overlap: bool, sgd: bool, in_fp32: bool) -> None:
+def test_the_model_moves_between_steps_and_the_optimizer_is_left_alone(
+    fraction: float, overlap: bool, sgd: bool, in_fp32: bool
+) -> None:
     options = {"overlap": overlap, "sgd": sgd, "in_fp32": in_fp32}
     model = net()
     optimizer = make(model, fraction, **options)
@@ -100,7 +126,13 @@ def test_the_model_moves_between_steps_and_the_optimizer_is_left_alone(fraction:
     actor = manager.register("actor", model, role="actor")
     handle = manager.register("actor.optimizer", optimizer)
     assert (handle.external, handle.owners, actor.external) == (True, (actor,), False)
-    places = {id(t): t.data_ptr() for t in (*optimizer.param_to_fp32_param.values(), *optimizer.gpu_params_map_cpu_copy.values())}
+    places = {
+        id(t): t.data_ptr()
+        for t in (
+            *optimizer.param_to_fp32_param.values(),
+            *optimizer.gpu_params_map_cpu_copy.values(),
+        )
+    }
     seen = []
     for number in range(6):
         with manager.phase("train"):
@@ -108,7 +140,13 @@ def test_the_model_moves_between_steps_and_the_optimizer_is_left_alone(fraction:
         assert (actor.resident_bytes, handle.host_bytes) == (0, 0)
         assert_nothing_resident(manager)
     assert seen == losses
-    assert {id(t): t.data_ptr() for t in (*optimizer.param_to_fp32_param.values(), *optimizer.gpu_params_map_cpu_copy.values())} == places
+    assert {
+        id(t): t.data_ptr()
+        for t in (
+            *optimizer.param_to_fp32_param.values(),
+            *optimizer.gpu_params_map_cpu_copy.values(),
+        )
+    } == places
     with pytest.raises(PhaseError, match=r"actor\.optimizer|actor"), manager.phase("log_prob"):
         optimizer.step()
     manager.close()
@@ -130,21 +168,29 @@ def test_what_is_inside_is_enumerated_anew_after_a_load_and_the_step_stays_guard
         keep = list(handle.adapter.owned())  # so that no identity is given out a second time
         optimizer.load_state_dict(saved)
     after = list(handle.adapter.owned())
-    inside = [t for sub in optimizer.sub_optimizers for entry in sub.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    inside = [
+        t
+        for sub in optimizer.sub_optimizers
+        for entry in sub.state.values()
+        for t in entry.values()
+        if isinstance(t, torch.Tensor)
+    ]
     assert {id(t) for t in inside} <= {id(owned.tensor) for owned in after}
     assert not {id(t) for t in inside} & before
     assert len(after) == len({id(owned.tensor) for owned in after})
     del keep
     with pytest.raises(placement.PlacementError, match="actor"):
         optimizer.step()
-    manager.register("another", torch.nn.Linear(2, 2))  # no identity of the old inner optimizers stands in the way
+    # no identity of the old inner optimizers stands in the way
+    manager.register("another", torch.nn.Linear(2, 2))
     with manager.phase("train"):
         learn(model, optimizer, 1)
     assert manager.audit().ok
 
 
 def test_the_order_is_that_of_the_parameters_and_no_state_says_so() -> None:
-    """Its own state comes in the order of the inner optimizers: what is stepped on the CPU first."""
+    """Its own state comes in the order of the inner optimizers: what is stepped on the CPU
+    first."""
     model = net()
     optimizer = make(model, 0.5)
     assert [len(entry) for entry in HybridState(optimizer).exported().values()] == [0] * 6
@@ -155,22 +201,36 @@ def test_the_order_is_that_of_the_parameters_and_no_state_says_so() -> None:
     assert [id(each) for each in exported] == [id(each) for each in parameters]
     assert [bool(entry) for entry in exported.values()] == [True, True, False, True, True, True]
     other = make(net(), 1.0)
-    assert [id(each) for each in HybridState(other).exported()] == [id(each) for group in other.param_groups for each in group["params"]]
+    assert [id(each) for each in HybridState(other).exported()] == [
+        id(each) for group in other.param_groups for each in group["params"]
+    ]
 
 
 @pytest.mark.parametrize(
     ("fraction", "in_fp32", "steps", "skip"),
-    [(0.0, True, 3, None), (0.0, False, 3, 2), (0.5, False, 0, None), (0.5, True, 3, 2), (1.0, True, 0, None), (1.0, False, 3, None)],
+    [
+        (0.0, True, 3, None),
+        (0.0, False, 3, 2),
+        (0.5, False, 0, None),
+        (0.5, True, 3, 2),
+        (1.0, True, 0, None),
+        (1.0, False, 3, None),
+    ],
 )
-def test_what_was_exported_resumes_bit_for_bit(fraction: float, in_fp32: bool, steps: int, skip: int | None) -> None:
-    """From before the first step, and with a parameter that never had a gradient: its own load raises KeyError for both."""
+def test_what_was_exported_resumes_bit_for_bit(
+    fraction: float, in_fp32: bool, steps: int, skip: int | None
+) -> None:
+    """From before the first step, and with a parameter that never had a gradient: its own load
+    raises KeyError for both."""
     model = net()
     optimizer = make(model, fraction, in_fp32=in_fp32)
     for number in range(steps):
         learn(model, optimizer, number, skip=skip)
     weights = copy.deepcopy(model.state_dict())
     saved = [copy.deepcopy(entry) for entry in HybridState(optimizer).exported().values()]
-    groups = [copy.deepcopy(HybridState(optimizer).settings(group)) for group in optimizer.param_groups]
+    groups = [
+        copy.deepcopy(HybridState(optimizer).settings(group)) for group in optimizer.param_groups
+    ]
     expected = [learn(model, optimizer, number, skip=skip) for number in range(steps, steps + 4)]
 
     fresh = net()
@@ -182,13 +242,18 @@ def test_what_was_exported_resumes_bit_for_bit(fraction: float, in_fp32: bool, s
     inner = [id(each) for each in (*resumed.sub_optimizers, *resumed.param_to_inner_param.values())]
     fresh.load_state_dict(weights)
     HybridState(resumed).restore(dict(zip(fresh.parameters(), saved, strict=True)), groups)
-    assert [id(each) for each in (*resumed.sub_optimizers, *resumed.param_to_inner_param.values())] == inner
-    assert [learn(fresh, resumed, number, skip=skip) for number in range(steps, steps + 4)] == expected
+    assert [
+        id(each) for each in (*resumed.sub_optimizers, *resumed.param_to_inner_param.values())
+    ] == inner
+    assert [
+        learn(fresh, resumed, number, skip=skip) for number in range(steps, steps + 4)
+    ] == expected
     assert state(resumed) == state(optimizer)
 
 
 def test_a_step_that_is_counted_by_group_is_state_and_a_stale_one_goes() -> None:
-    """FusedAdam of TransformerEngine counts in its groups. A stale count breaks the bias correction: loss 0.31 becomes 10 (SkyRL 1403)."""
+    """FusedAdam of TransformerEngine counts in its groups. A stale count breaks the bias
+    correction: loss 0.31 becomes 10 (SkyRL 1403)."""
     model = net()
     optimizer = make(model, 0.0)
     learn(model, optimizer, 0)
@@ -201,7 +266,9 @@ def test_a_step_that_is_counted_by_group_is_state_and_a_stale_one_goes() -> None
     inner.__class__ = type("FusedAdam", (OnDeviceAdam,), {"step": lambda self, closure=None: None})
     optimizer.param_groups[0]["step"] = 3
     inner.param_groups[0]["step"] = 0
-    HybridState(optimizer).restore(exported, [HybridState(optimizer).settings(group) for group in optimizer.param_groups])
+    HybridState(optimizer).restore(
+        exported, [HybridState(optimizer).settings(group) for group in optimizer.param_groups]
+    )
     optimizer._sync_hdo_param_groups_to_sub_optimizers()
     assert inner.param_groups[0]["step"] == 17
     assert all("step" not in entry for entry in inner.state.values())
@@ -211,7 +278,10 @@ def test_settings_hold_no_classes() -> None:
     """They leak into its groups, and `torch.load(weights_only=True)` refuses the file."""
     optimizer = make(net())
     assert any(isinstance(value, type) for value in optimizer.param_groups[0].values())
-    assert not any(isinstance(value, type) for value in HybridState(optimizer).settings(optimizer.param_groups[0]).values())
+    assert not any(
+        isinstance(value, type)
+        for value in HybridState(optimizer).settings(optimizer.param_groups[0]).values()
+    )
     assert HybridState(optimizer).settings(optimizer.param_groups[0])["lr"] == 1e-2
 
 
@@ -245,15 +315,26 @@ def test_a_checkpoint_of_placement_resumes_it(tmp_path: Path) -> None:
 
 
 class Hybrid(torch.optim.Optimizer):
-    """The shape of a HybridDeviceOptimizer over DTensors, as in the pull request: inner copies and state are plain local tensors."""
+    """The shape of a HybridDeviceOptimizer over DTensors, as in the pull request: inner copies and
+    state are plain local tensors."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
-        self.param_to_inner_param = {p: p._local_tensor.detach().clone().float() for group in self.param_groups for p in group["params"]}
-        self.inner_param_to_orig_param = {inner: p for p, inner in self.param_to_inner_param.items()}
+        self.param_to_inner_param = {
+            p: p._local_tensor.detach().clone().float()
+            for group in self.param_groups
+            for p in group["params"]
+        }
+        self.inner_param_to_orig_param = {
+            inner: p for p, inner in self.param_to_inner_param.items()
+        }
         self.param_to_fp32_param, self.gpu_params_map_cpu_copy = self.param_to_inner_param, {}
         self.cpu_copy_map_grad: dict[torch.Tensor, torch.Tensor] = {}
-        self.sub_optimizers = [torch.optim.AdamW([inner for inner in self.param_to_inner_param.values() if inner.numel()], lr=1e-2)]
+        self.sub_optimizers = [
+            torch.optim.AdamW(
+                [inner for inner in self.param_to_inner_param.values() if inner.numel()], lr=1e-2
+            )
+        ]
 
     def step(self, closure: Any = None) -> None:
         for parameter, inner in self.param_to_inner_param.items():
@@ -272,13 +353,17 @@ class Hybrid(torch.optim.Optimizer):
 
 @on_ranks("two_ranks")
 def test_sharded_state_is_sharded_as_its_parameter_without_a_collective() -> None:
-    """A rank without elements has an empty entry of the same name in the same place. Same shape: see the module's docstring."""
+    """A rank without elements has an empty entry of the same name in the same place. Same shape:
+    see the module's docstring."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     # Of the second one rank has nothing: 1 row for two ranks.
-    parameters = [torch.nn.Parameter(distribute_tensor(torch.randn(rows, 6), mesh, [Shard(0)])) for rows in (5, 1)]
+    parameters = [
+        torch.nn.Parameter(distribute_tensor(torch.randn(rows, 6), mesh, [Shard(0)]))
+        for rows in (5, 1)
+    ]
     optimizer: Any = Hybrid(parameters)
     for parameter in parameters:
         ones = torch.ones_like(parameter._local_tensor)

@@ -1,8 +1,9 @@
-"""volcengine/verl#4229: a worker that only generates held a full copy of the trainer, and the engine did not find its memory.
+"""volcengine/verl#4229: a worker that only generates held a full copy of the trainer, and the
+engine did not find its memory.
 
-`worker_role="rollout"` with the policy `async_rollout`, and the trainer registered as `Lazy`: its factories are never called. Every
-public call works on what was never built. How much that saves: `bench/rollout_only.py`,
-which tests/unit/test_bench.py runs.
+`worker_role="rollout"` with the policy `async_rollout`, and the trainer registered as `Lazy`: its
+factories are never called. Every public call works on what was never built. How much that saves:
+`bench/rollout_only.py`, which tests/unit/test_bench.py runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def assert_unbuilt(manager: Manager) -> None:
         assert (handle.resident_bytes, handle.num_bytes, handle.host_bytes) == (0, 0, 0)
 
 
-def test_no_phase_builds_the_trainer_and_the_engine_works(manager: Manager, engine: torch.nn.Module) -> None:
+def test_no_phase_builds_the_trainer_and_the_engine_works(
+    manager: Manager, engine: torch.nn.Module
+) -> None:
     wanted = engine(batch())
     rollout = manager.handles["rollout"]
     for _ in range(2):
@@ -70,7 +73,9 @@ def test_no_phase_builds_the_trainer_and_the_engine_works(manager: Manager, engi
     assert_nothing_resident(manager, except_for=["rollout"])
 
 
-def test_every_public_call_on_what_was_never_built(manager: Manager, engine: torch.nn.Module, tmp_path: Any) -> None:
+def test_every_public_call_on_what_was_never_built(
+    manager: Manager, engine: torch.nn.Module, tmp_path: Any
+) -> None:
     for name in TRAINER:
         handle = manager.handles[name]
         assert handle.kind == ("optimizer" if name.endswith("optimizer") else "module")
@@ -87,7 +92,10 @@ def test_every_public_call_on_what_was_never_built(manager: Manager, engine: tor
     assert audit.ok, audit.report
     assert all(name in audit.report for name in TRAINER)
     snapshot = json.loads(manager.snapshot().model_dump_json())
-    assert {handle["name"]: handle["built"] for handle in snapshot["handles"]} == {**dict.fromkeys(TRAINER, False), "rollout": True}
+    assert {handle["name"]: handle["built"] for handle in snapshot["handles"]} == {
+        **dict.fromkeys(TRAINER, False),
+        "rollout": True,
+    }
     with manager.serve() as server:
         import urllib.request
 

@@ -1,8 +1,10 @@
-"""verl 4726 (issue 4657): names and shapes of the weights were asked for while the parameters were offloaded.
+"""verl 4726 (issue 4657): names and shapes of the weights were asked for while the parameters were
+offloaded.
 
-`get_actor_weights_info` went through FSDP1's state dict, which unshards and wants the parameters on the GPU ("Expects tensor to be on
-the compute device"); the fix loaded them and left them there. `weights_info()` answers from what the framework knows: in every state,
-on one rank alone, without a value, a move or a collective. Real FSDP1, both ways of showing its parameters.
+`get_actor_weights_info` went through FSDP1's state dict, which unshards and wants the parameters on
+the GPU ("Expects tensor to be on the compute device"); the fix loaded them and left them there.
+`weights_info()` answers from what the framework knows: in every state, on one rank alone, without a
+value, a move or a collective. Real FSDP1, both ways of showing its parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""verl#6188 and #5995: FSDP2 under `CPUOffloadPolicy` was moved by hand, and everything after that failed.
+"""verl#6188 and #5995: FSDP2 under `CPUOffloadPolicy` was moved by hand, and everything after that
+failed.
 
-"Attempted to set the storage of a tensor on device cpu to a storage on different device cuda:0": torch itself brings such
-parameters to the device and back. They are found for what they are, tracked, guarded, measured, and never moved.
+"Attempted to set the storage of a tensor on device cpu to a storage on different device cuda:0":
+torch itself brings such parameters to the device and back. They are found for what they are,
+tracked, guarded, measured, and never moved.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _REASON = "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
 
 
 class Untouched(training.Program):
-    """Nobody reshards what torch places: its root stays unsharded after a forward, also between phases."""
+    """Nobody reshards what torch places: its root stays unsharded after a forward, also between
+    phases."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reshard()
@@ -33,12 +36,25 @@ class Untouched(training.Program):
 
 def offloaded() -> training.Program:
     model = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    phases = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
-    return Untouched(model, torch.optim.AdamW(model.parameters(), lr=1e-2), functools.partial(loss_of, model), phases=phases)
+    phases = (
+        ("log_prob", "evaluate"),
+        ("weight_sync", "evaluate"),
+        ("train", "backward"),
+        ("train", "learn"),
+    )
+    return Untouched(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        functools.partial(loss_of, model),
+        phases=phases,
+    )
 
 
 def test_steps(two_ranks: Ranks, one_rank: Ranks) -> None:
-    for outcome in (*two_ranks.run(training.compare, offloaded), *one_rank.run(training.compare, offloaded)):
+    for outcome in (
+        *two_ranks.run(training.compare, offloaded),
+        *one_rank.run(training.compare, offloaded),
+    ):
         assert not any(outcome.resident_bytes.values())
         assert not any(outcome.offloaded_bytes.values())
 
@@ -60,7 +76,12 @@ def test_nothing_of_it_is_ever_moved() -> None:
     for step in range(2):
         with manager.phase("train"):
             program.learn(step)
-        assert (actor.resident_bytes, actor.host_bytes, actor.num_bytes, adam.resident_bytes) == (0, 0, 0, 0)
+        assert (actor.resident_bytes, actor.host_bytes, actor.num_bytes, adam.resident_bytes) == (
+            0,
+            0,
+            0,
+            0,
+        )
     assert float(model.blocks[0].calls) == 3  # the buffer, which torch moves with no policy
     assert training.bytes_of(actor.state_dict()) == training.bytes_of(model.state_dict())
     assert manager.device.memory().chunk_bytes == 0
@@ -70,9 +91,16 @@ def test_nothing_of_it_is_ever_moved() -> None:
 
 @on_ranks("two_ranks")
 def test_an_optimizer_of_both_kinds_is_refused() -> None:
-    """Half of its state is torch's to place and half is ours: neither moving it nor leaving it would be right."""
-    kept, moved = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False)), sharded(Model(blocks=1))
-    optimizer, own = torch.optim.AdamW([*kept.parameters(), *moved.parameters()]), torch.optim.SGD(kept.parameters())
+    """Half of its state is torch's to place and half is ours: neither moving it nor leaving it
+    would be right."""
+    kept, moved = (
+        sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        sharded(Model(blocks=1)),
+    )
+    optimizer, own = (
+        torch.optim.AdamW([*kept.parameters(), *moved.parameters()]),
+        torch.optim.SGD(kept.parameters()),
+    )
     manager, _, _ = worker(kept, own)
     manager.register("critic", moved, role="critic")
     with pytest.raises(RegistrationError, match="parameters whose state a framework moves itself"):

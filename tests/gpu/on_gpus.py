@@ -29,7 +29,8 @@ def gpus(count: int) -> Iterator[Ranks]:
 
 
 def measure(build: Callable[[], Program]) -> list[tuple[str, int, int]]:
-    """By phase, what the handles declared and what the driver lost to them while they were there, in bytes. For `Ranks.run`."""
+    """By phase, what the handles declared and what the driver lost to them while they were there,
+    in bytes. For `Ranks.run`."""
     program = build()
     manager = placement.Manager(device=device_of("cuda"))
     program.register(manager)
@@ -50,7 +51,11 @@ def measure(build: Callable[[], Program]) -> list[tuple[str, int, int]]:
         for phase, method in program.phases:
             with manager.phase(phase):
                 getattr(program, method)(step)
-                declared = sum(handle.holding.chunk_bytes for handle in manager.handles.values() if handle.holding is not None)
+                declared = sum(
+                    handle.holding.chunk_bytes
+                    for handle in manager.handles.values()
+                    if handle.holding is not None
+                )
                 seen.append((phase, declared, empty - free_bytes()))
             assert free_bytes() == empty, f"after {phase} of step {step}"
             assert_nothing_resident(manager, allow_foreign=True)

@@ -1,4 +1,5 @@
-"""Adoption on a CUDA device: storages get their place in a range, whatever knows them follows, and memory comes and goes behind."""
+"""Adoption on a CUDA device: storages get their place in a range, whatever knows them follows, and
+memory comes and goes behind."""
 
 from __future__ import annotations
 
@@ -42,11 +43,19 @@ class PlacedStorage:
         self.layout: RangeLayout = range_layout.RangeLayout(device, claims)
         self.slab: HostSlab = device.host(self.layout.nbytes)
         base = self.slab.address
-        on_device = [(c, o) for c, o in zip(claims, self.layout.offsets, strict=True) if c.storage.device == device.torch_device]
-        device.copy([Copy(c.storage.data_ptr(), base + o, c.nbytes) for c, o in on_device], "to_host")
+        on_device = [
+            (c, o)
+            for c, o in zip(claims, self.layout.offsets, strict=True)
+            if c.storage.device == device.torch_device
+        ]
+        device.copy(
+            [Copy(c.storage.data_ptr(), base + o, c.nbytes) for c, o in on_device], "to_host"
+        )
         for claim, offset in zip(claims, self.layout.offsets, strict=True):
             if claim.storage.device != device.torch_device:
-                self.slab.view(offset, claim.nbytes).copy_(torch.frombuffer(bytearray(bytes_of(claim.storage)), dtype=torch.uint8))
+                self.slab.view(offset, claim.nbytes).copy_(
+                    torch.frombuffer(bytearray(bytes_of(claim.storage)), dtype=torch.uint8)
+                )
         device.sync()
         for index in range(len(claims)):
             self.layout.move_in(index)
@@ -59,11 +68,15 @@ class PlacedStorage:
             self.chunks.append(self.device.create(min(left, self.device.chunk_bytes)))
             left -= self.chunks[-1].nbytes
         self.device.map(self.layout.addresses, self.chunks)
-        self.device.copy([Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_device")
+        self.device.copy(
+            [Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_device"
+        )
         self.device.order()
 
     def offload(self) -> None:
-        self.device.copy([Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_host")
+        self.device.copy(
+            [Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_host"
+        )
         self.device.sync()
         self.device.unmap(self.layout.addresses, self.layout.nbytes)
         for chunk in self.chunks:
@@ -72,29 +85,38 @@ class PlacedStorage:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         start = self.layout.addresses.base
-        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + self.layout.nbytes
+        return (
+            start <= tensor.data_ptr()
+            and tensor.data_ptr() + tensor.nbytes <= start + self.layout.nbytes
+        )
 
 
 def bytes_of(storage: torch.UntypedStorage) -> bytes:
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
     return flat.cpu().numpy().tobytes()
 
 
 class Net(torch.nn.Module):
-    """Sizes on both sides of each threshold of torch's allocator, tied weights, a view of one storage, an integer buffer."""
+    """Sizes on both sides of each threshold of torch's allocator, tied weights, a view of one
+    storage, an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(512, 3000)  # 6 MiB
         self.second = torch.nn.Linear(3000, 3000)  # 36 MiB
         self.last = torch.nn.Linear(3000, 512, bias=False)
-        self.last.weight = torch.nn.Parameter(self.first.weight.data.t())  # another tensor over the same storage
+        # another tensor over the same storage
+        self.last.weight = torch.nn.Parameter(self.first.weight.data.t())
         self.tied = self.second
         flat = torch.randn(300_000)  # 1.2 MiB
         self.scale = torch.nn.Parameter(flat[7:3007])
         self.shift = torch.nn.Parameter(flat[5000:8000].clone())
         self.register_buffer("steps", torch.arange(11))
-        self.blocks = torch.nn.ParameterList(torch.randn(n) for n in (1, 100, 70_000, 200_000, 262_144, 262_145, 260_000, 3))
+        self.blocks = torch.nn.ParameterList(
+            torch.randn(n) for n in (1, 100, 70_000, 200_000, 262_144, 262_145, 260_000, 3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x)) * self.scale + self.shift
@@ -121,7 +143,9 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
     model = net()
     x = torch.randn(8, 512, device="cuda")
     loss = model(x).square().sum()
-    reference = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+    reference = torch.autograd.grad(
+        loss, list(model.parameters()), retain_graph=True, allow_unused=True
+    )
     pinned_view = model.second.weight.detach()[10:20]  # nobody names it
     expected = {name: bytes_of(t.untyped_storage()) for name, t in model.tensors().items()}
     values = {name: t.detach().cpu().clone() for name, t in model.tensors().items()}
@@ -129,7 +153,9 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
 
     placed = PlacedStorage(device, claims_of(model.tensors()))
     assert "rebind" not in placed.layout.ways
-    assert placed.layout.nbytes <= range_layout.expected_bytes(device, [len(b) for b in expected.values()])
+    assert placed.layout.nbytes <= range_layout.expected_bytes(
+        device, [len(b) for b in expected.values()]
+    )
     for tensor in (*model.tensors().values(), pinned_view):
         assert placed.contains(tensor)
     for _ in range(3):
@@ -142,7 +168,8 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
         assert torch.equal(pinned_view.cpu(), values["second.weight"][10:20])
         placed.offload()
     placed.load()
-    again = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)  # the graph recorded before adoption
+    # the graph recorded before adoption
+    again = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     for before, after in zip(reference, again, strict=True):
         assert (before is None) == (after is None)
         assert before is None or torch.equal(before, after)
@@ -161,10 +188,13 @@ def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: Cu
     storages = [torch.UntypedStorage(size, device="cuda") for _ in range(8)]
     for index in (0, 2, 1):
         pool.take(index, storages[index])
-    storages[0], storages[1], storages[2] = None, None, None  # gaps below every place that is still to be taken
+    # gaps below every place that is still to be taken
+    storages[0], storages[1], storages[2] = None, None, None
     for index in (7, 3, 5, 4, 6):
         pool.take(index, storages[index])
-    assert [s.data_ptr() - addresses.base for s in storages[3:]] == [pool.offsets[i] for i in range(3, 8)]
+    assert [s.data_ptr() - addresses.base for s in storages[3:]] == [
+        pool.offsets[i] for i in range(3, 8)
+    ]
 
 
 def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> None:
@@ -185,7 +215,10 @@ def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> N
         thread.start()
     try:
         for _ in range(10):
-            tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate([MIB, 4 * MIB, 10] + [5000] * 200)}
+            tensors = {
+                f"t{i}": torch.randn(n, device="cuda")
+                for i, n in enumerate([MIB, 4 * MIB, 10] + [5000] * 200)
+            }
             expected = {name: t.cpu() for name, t in tensors.items()}
             placed = PlacedStorage(device, claims_of(tensors))
             placed.load()
@@ -224,7 +257,9 @@ def test_a_range_is_given_back_when_its_storages_are_dead(device: CudaDevice) ->
 
 @pytest.mark.parametrize("born", ["cuda", "cpu"])
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born: str, target: str) -> None:
+def test_leaving_gives_the_same_tensors_ordinary_memory(
+    device: CudaDevice, born: str, target: str
+) -> None:
     tensors = {f"t{i}": torch.randn(n, device=born) for i, n in enumerate((3 * MIB, 1000))}
     tensors["view"] = tensors["t0"][100:200]
     expected = {name: t.cpu().clone() for name, t in tensors.items()}
@@ -243,7 +278,10 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     gc.collect()
     device.memory()
     assert addresses() is None
-    assert all(t.device.type == target and torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
+    assert all(
+        t.device.type == target and torch.equal(t.cpu(), expected[name])
+        for name, t in tensors.items()
+    )
     assert tensors["view"].untyped_storage()._cdata == tensors["t0"].untyped_storage()._cdata
 
 
@@ -260,7 +298,8 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
 
 def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice) -> None:
     tensor = torch.ones(1000)
-    placed = PlacedStorage(device, claims_of({"tensor": tensor}))  # rebound, so that the range dies with the tensor
+    # rebound, so that the range dies with the tensor
+    placed = PlacedStorage(device, claims_of({"tensor": tensor}))
     x = torch.full((8,), 3.0, device="cuda")
     ranges = len(device._ranges.owned)
     graph = torch.cuda.CUDAGraph()
@@ -283,14 +322,22 @@ def test_closing_gives_everything_back() -> None:
     device.unmap(addresses, 40 * MIB)
     chunks = [device.create(16 * MIB), device.create(16 * MIB), device.create(8 * MIB)]
     device.map(addresses, chunks)
-    assert (device.memory().chunk_bytes, device.memory().poison_bytes) == (40 * MIB, 16 * MIB + device.granularity)
+    assert (device.memory().chunk_bytes, device.memory().poison_bytes) == (
+        40 * MIB,
+        16 * MIB + device.granularity,
+    )
     device.close()
     assert device.memory().poison_bytes > 0  # a range still lives
     del addresses, chunks
     device.close()
     after = device.memory()
-    assert (device.torch_allocated_bytes(), after.chunk_bytes, after.poison_bytes) == (allocated, 0, 0)
-    cached = after.torch_reserved_bytes - before.torch_reserved_bytes  # what watched over the poison
+    assert (device.torch_allocated_bytes(), after.chunk_bytes, after.poison_bytes) == (
+        allocated,
+        0,
+        0,
+    )
+    # what watched over the poison
+    cached = after.torch_reserved_bytes - before.torch_reserved_bytes
     assert after.free_bytes == before.free_bytes - cached
 
 
@@ -311,7 +358,8 @@ from placement.devices.cuda.device import CudaDevice
 from placement.storage import layout as range_layout
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
-layout = range_layout.RangeLayout(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
+adoptee = range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))
+layout = range_layout.RangeLayout(device, [adoptee])
 slab = device.host(layout.nbytes)
 layout.move_in(0)
 assert bool(kept.isnan().all())
@@ -333,11 +381,15 @@ sys.exit(5)
 @pytest.mark.parametrize("argument", ["exit", "fork"])
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_the_exit_code_of_a_program_is_its_own(argument: str, settings: str) -> None:
-    search = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": search}
     if not settings:
         del environment["PYTORCH_ALLOC_CONF"]
     command = [sys.executable, "-X", "dev", "-c", SCRIPT, argument]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert result.returncode == 5, result.stderr
     assert "Exception ignored" not in result.stderr

@@ -1,4 +1,5 @@
-"""Code that inductor made, and CUDA graphs of it: refused while offloaded, compiled once, and bit for bit what it was."""
+"""Code that inductor made, and CUDA graphs of it: refused while offloaded, compiled once, and bit
+for bit what it was."""
 
 from __future__ import annotations
 
@@ -13,14 +14,21 @@ import placement
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32:UserWarning"),  # torch's compiler
+    # torch's compiler
+    pytest.mark.filterwarnings(
+        "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32:UserWarning"
+    ),
 ]
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 1024), nn.Linear(1024, 512)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(512),
+            nn.Linear(512, 1024),
+            nn.Linear(1024, 512),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -54,7 +62,10 @@ FORMS: dict[str, Callable[[Stack, dict[str, Any]], Callable[..., Any]]] = {
     "in place": in_place,
     "layers": by_layers,
 }
-OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"fullgraph": True}, "reduce-overhead": {"fullgraph": True, "mode": "reduce-overhead"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inductor": {"fullgraph": True},
+    "reduce-overhead": {"fullgraph": True, "mode": "reduce-overhead"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +75,14 @@ def _dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one, with which it warms up
+# torch's own first one, with which it warms up
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_twenty_phases_of_a_compiled_model(manager: placement.Manager, options: str, form: str, called_before: bool) -> None:
+def test_twenty_phases_of_a_compiled_model(
+    manager: placement.Manager, options: str, form: str, called_before: bool
+) -> None:
     torch.manual_seed(1)
     model = Stack().cuda()
     x = torch.randn(16, 512, device="cuda")
@@ -92,7 +106,9 @@ def test_twenty_phases_of_a_compiled_model(manager: placement.Manager, options: 
                     refused(x)
 
 
-def test_training_by_inductor_is_refused_outside_and_as_before_inside(manager: placement.Manager) -> None:
+def test_training_by_inductor_is_refused_outside_and_as_before_inside(
+    manager: placement.Manager,
+) -> None:
     losses: list[list[float]] = []
     for is_managed in (False, True):
         torch._dynamo.reset()
@@ -105,7 +121,9 @@ def test_training_by_inductor_is_refused_outside_and_as_before_inside(manager: p
             manager.register("adam", adam)
         losses.append([])
         for seed in range(10):
-            x = torch.randn(16, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+            x = torch.randn(
+                16, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
+            )
             phase = manager.phase("train")
             if is_managed:
                 phase.__enter__()

@@ -1,4 +1,5 @@
-"""Host copies on disk beside a real device: they are page-locked again when they are back, and every byte is what it was."""
+"""Host copies on disk beside a real device: they are page-locked again when they are back, and
+every byte is what it was."""
 
 from __future__ import annotations
 
@@ -22,11 +23,18 @@ WIDTH = 2048
 
 class Job:
     def __init__(self, **settings: Any) -> None:
-        self.manager = placement.Manager(device="cuda:0", streamed_bucket_bytes=32 * MIB, **settings)
+        self.manager = placement.Manager(
+            device="cuda:0", streamed_bucket_bytes=32 * MIB, **settings
+        )
         torch.manual_seed(0)
-        self.net, self.other = (torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4))) for _ in range(2))
+        self.net, self.other = (
+            torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4)))
+            for _ in range(2)
+        )
         self.other.load_state_dict(self.net.state_dict())
-        self.adam, self.other_adam = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other))
+        self.adam, self.other_adam = (
+            torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)
+        )
         self.actor = self.manager.register("actor", self.net, role="actor")
         self.manager.register("adam", self.adam)
 
@@ -41,7 +49,11 @@ class Job:
         found, wanted = self.actor.state_dict(), self.other.state_dict()
         assert all(torch.equal(found[name].cpu(), wanted[name].cpu()) for name in wanted)
         moments, others = self.adam.state_dict()["state"], self.other_adam.state_dict()["state"]
-        assert all(torch.equal(moments[key][name].cpu(), value.cpu()) for key, state in others.items() for name, value in state.items())
+        assert all(
+            torch.equal(moments[key][name].cpu(), value.cpu())
+            for key, state in others.items()
+            for name, value in state.items()
+        )
 
 
 @pytest.fixture(params=["train", "streamed"])
@@ -63,7 +75,9 @@ def test_what_leaves_is_not_page_locked_and_what_is_back_is(job: Job) -> None:
     assert not any(slab.pinned for slab in slabs)
     with job.manager.phase("rollout"):
         settle(job.manager)
-    assert all(spill.is_here for name in ("actor", "adam") for spill in spills_of(job.manager, name))
+    assert all(
+        spill.is_here for name in ("actor", "adam") for spill in spills_of(job.manager, name)
+    )
     for slab in slabs:
         slab.ready.wait()
     assert all(slab.pinned for slab in slabs)

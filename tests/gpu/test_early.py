@@ -1,4 +1,5 @@
-"""Early chunks on a real device: copies under kernels, values, memory by the driver, a busy interpreter, and torch out of memory."""
+"""Early chunks on a real device: copies under kernels, values, memory by the driver, a busy
+interpreter, and torch out of memory."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ def pattern(net: torch.nn.Linear, seed: int) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[tuple[placement.Manager, Nets]]:
-    """An actor and a critic of more than two bursts each, on a device with small chunks, so that a thread starts most of the copies."""
+    """An actor and a critic of more than two bursts each, on a device with small chunks, so that a
+    thread starts most of the copies."""
     from placement.devices.cuda.device import CudaDevice
 
     device = CudaDevice(0, chunk_bytes=16 * MIB)
     early = {"log_prob": {"critic": ALL}, "values": {"actor": ALL}}
     manager = placement.Manager(device=device, policy=Early(early))
     width = 16 * MIB * BURST_CHUNKS * 5 // 4 // 1024
-    nets = {name: torch.nn.Linear(1024, width, bias=False, device="cuda") for name in ("actor", "critic")}
+    nets = {
+        name: torch.nn.Linear(1024, width, bias=False, device="cuda")
+        for name in ("actor", "critic")
+    }
     for seed, (name, net) in enumerate(nets.items()):
         pattern(net, seed)
         manager.register(name, net, role=name)
@@ -52,10 +57,16 @@ def busy(milliseconds: float) -> None:
 
 
 def loads(manager: placement.Manager, name: str) -> list[tuple[int, int]]:
-    return [(each.nbytes, each.prefetched_bytes) for each in manager.journal if each.handle == name and each.trigger == "load"]
+    return [
+        (each.nbytes, each.prefetched_bytes)
+        for each in manager.journal
+        if each.handle == name and each.trigger == "load"
+    ]
 
 
-def test_what_arrived_under_a_kernel_is_what_the_load_finds(worker: tuple[placement.Manager, Nets]) -> None:
+def test_what_arrived_under_a_kernel_is_what_the_load_finds(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
     manager, nets = worker
     values = {}
     for name in nets:
@@ -65,7 +76,8 @@ def test_what_arrived_under_a_kernel_is_what_the_load_finds(worker: tuple[placem
         for turn in range(6):
             here, there = ("actor", "critic") if turn % 2 == 0 else ("critic", "actor")
             busy(30)
-            assert not torch.isfinite(nets[there].weight[::4096]).any()  # poison, whatever has arrived
+            # poison, whatever has arrived
+            assert not torch.isfinite(nets[there].weight[::4096]).any()
             wait_for_copies(manager)
             step.switch("values" if here == "actor" else "log_prob")
             assert torch.equal(nets[there].weight, values[there])
@@ -73,7 +85,9 @@ def test_what_arrived_under_a_kernel_is_what_the_load_finds(worker: tuple[placem
             assert (copied, early) == (0, nets[there].weight.nbytes)
 
 
-def test_a_load_in_the_middle_of_the_copies_brings_the_rest(worker: tuple[placement.Manager, Nets]) -> None:
+def test_a_load_in_the_middle_of_the_copies_brings_the_rest(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
     manager, nets = worker
     with manager.phase("values"):
         wanted = nets["critic"].weight.detach().clone()
@@ -87,7 +101,9 @@ def test_a_load_in_the_middle_of_the_copies_brings_the_rest(worker: tuple[placem
             assert torch.equal(nets["critic"].weight, wanted)
 
 
-def test_the_thread_keeps_up_beside_a_busy_interpreter(worker: tuple[placement.Manager, Nets]) -> None:
+def test_the_thread_keeps_up_beside_a_busy_interpreter(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
     manager, _ = worker
     with manager.phase("log_prob") as step:
         deadline, number = time.monotonic() + 1.0, 0
@@ -98,10 +114,15 @@ def test_the_thread_keeps_up_beside_a_busy_interpreter(worker: tuple[placement.M
         assert copied == 0
 
 
-def test_trained_values_are_saved_under_the_next_phase(worker: tuple[placement.Manager, Nets]) -> None:
-    """Writes on the device, then an offload that leaves its chunks: whoever reads the host copy reads the new values."""
+def test_trained_values_are_saved_under_the_next_phase(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
+    """Writes on the device, then an offload that leaves its chunks: whoever reads the host copy
+    reads the new values."""
     manager, nets = worker
-    early = Early({"log_prob": {"critic": ALL}, "values": {"actor": ALL}, "ref_log_prob": {"actor": ALL}})
+    early = Early(
+        {"log_prob": {"critic": ALL}, "values": {"actor": ALL}, "ref_log_prob": {"actor": ALL}}
+    )
     manager.policy.wanted = early.wanted  # type: ignore[attr-defined]
     for seed in range(3):
         with manager.phase("log_prob", only=["actor"]) as step:
@@ -115,22 +136,30 @@ def test_trained_values_are_saved_under_the_next_phase(worker: tuple[placement.M
             assert torch.equal(nets["actor"].weight, wanted)
 
 
-def test_nothing_is_left_and_nothing_early_is_hidden_from_the_driver(worker: tuple[placement.Manager, Nets]) -> None:
+def test_nothing_is_left_and_nothing_early_is_hidden_from_the_driver(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
     manager, nets = worker
     with manager.phase("log_prob"):
-        manager.check_integrity()  # what CUDA and torch keep after their first use is there from now on
+        # what CUDA and torch keep after their first use is there from now on
+        manager.check_integrity()
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     with manager.phase("log_prob"):
         used = before - torch.cuda.mem_get_info()[0]
-        assert used >= manager.handles["actor"].resident_bytes + manager.handles["critic"].prefetched_bytes
+        assert (
+            used
+            >= manager.handles["actor"].resident_bytes + manager.handles["critic"].prefetched_bytes
+        )
         manager.check_integrity()
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info()[0] == before
     assert nets
 
 
-def test_an_allocation_that_finds_no_memory_gets_what_arrived_early_at_the_second_try(worker: tuple[placement.Manager, Nets]) -> None:
+def test_an_allocation_that_finds_no_memory_gets_what_arrived_early_at_the_second_try(
+    worker: tuple[placement.Manager, Nets],
+) -> None:
     manager, nets = worker
     with manager.phase("values"):
         wanted = nets["critic"].weight.detach().clone().cpu()

@@ -12,7 +12,11 @@ pytestmark = pytest.mark.gpu
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@pytest.mark.parametrize("sizes", [[64 * MIB] * 3 + [2 * MIB], [2 * MIB], [2 * MIB + 4 * KIB], [128 * KIB] * 5, [MIB, MIB, 8]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [[64 * MIB] * 3 + [2 * MIB], [2 * MIB], [2 * MIB + 4 * KIB], [128 * KIB] * 5, [MIB, MIB, 8]],
+    ids=str,
+)
 def test_the_kernel_agrees_with_the_definition(sizes: list[int]) -> None:
     data = torch.randint(0, 256, (sum(sizes) + 4096,), dtype=torch.uint8, device="cuda")
     kernel = ranges._kernel(data.device)
@@ -37,4 +41,6 @@ def test_pieces_that_no_kernel_takes_fall_back() -> None:
     kernel = ranges._kernel(data.device)
     assert kernel is not None
     assert not kernel.fits(sizes)
-    assert ranges.fingerprints(data, sizes).tolist() == ranges.fingerprints(data.cpu(), sizes).tolist()
+    assert (
+        ranges.fingerprints(data, sizes).tolist() == ranges.fingerprints(data.cpu(), sizes).tolist()
+    )

@@ -1,4 +1,5 @@
-"""Host slabs on a CUDA device: pinned in the background, right at every moment, unpinned before they go."""
+"""Host slabs on a CUDA device: pinned in the background, right at every moment, unpinned before
+they go."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def is_registered(device: CudaDevice, address: int) -> bool:
         return device._driver.failed("cuMemHostGetFlags", address) is None
 
 
-def test_a_slab_becomes_pinned_in_the_background_and_copies_are_exact_at_every_moment(device: CudaDevice) -> None:
+def test_a_slab_becomes_pinned_in_the_background_and_copies_are_exact_at_every_moment(
+    device: CudaDevice,
+) -> None:
     nbytes = 4 * GIB + 3 * MIB + 5
     source = pattern(nbytes, 1)
     slab = device.host(nbytes)
@@ -127,13 +130,17 @@ def test_registration_in_the_background_does_not_spoil_a_capture(device: CudaDev
 
 
 def test_torch_copies_any_part_of_a_slab(device: CudaDevice) -> None:
-    """A state dict's tensor lies where its range has it, across any multiple of addresses, and a user copies it by torch's own means."""
+    """A state dict's tensor lies where its range has it, across any multiple of addresses, and a
+    user copies it by torch's own means."""
     slab = device.host(2 * GIB)
     source = pattern(2 * GIB, 5)
     view = slab.view(0, 2 * GIB).copy_(source)
     for _ in range(2):  # while it is being registered, and when it is
         for start in range(0, 2 * GIB, 64 * MIB - 3):
-            assert torch.equal(view[start : start + 96 * MIB].to("cuda", non_blocking=True), source[start : start + 96 * MIB])
+            assert torch.equal(
+                view[start : start + 96 * MIB].to("cuda", non_blocking=True),
+                source[start : start + 96 * MIB],
+            )
         assert slab.ready.wait(LONG)
     assert torch.equal(view.cuda(), source)
     assert torch.equal(host.upload(torch.empty_like(source), view), source)
@@ -145,7 +152,14 @@ from placement.devices.cuda.device import CudaDevice
 device = CudaDevice(0)
 slabs = [device.host(8 << 30), device.host(8 << 30)]
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=LONG)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=LONG,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -153,7 +167,11 @@ def test_a_device_is_inspected_and_nothing_of_it_stays(device: CudaDevice) -> No
     before = device.memory()
     found = inspect(device, 256 << 20)
     after = device.memory()
-    assert (found.pageable_reason, found.uuid, found.total_bytes) == (None, device.uuid, before.total_bytes)
+    assert (found.pageable_reason, found.uuid, found.total_bytes) == (
+        None,
+        device.uuid,
+        before.total_bytes,
+    )
     assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", device.pci_address)
     assert found.link.both_bytes_per_second > 0
     assert after.chunk_bytes == before.chunk_bytes == 0

@@ -1,4 +1,5 @@
-"""The whole manager on a real device: what comes back to the driver, what a loss becomes, what compiled and captured code sees."""
+"""The whole manager on a real device: what comes back to the driver, what a loss becomes, what
+compiled and captured code sees."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield ids[:, 0], ids[:, 1]
 
 
-def train_step(forward: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor) -> float:
+def train_step(
+    forward: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor
+) -> float:
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(forward(ids), targets)
     loss.backward()
@@ -83,7 +86,9 @@ def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Mana
         with manager.phase(phase):
             held = manager.device.memory().chunk_bytes
             assert held == sum(
-                handle.resident_bytes - handle.holding.unadopted_bytes for handle in manager.handles.values() if handle.holding
+                handle.resident_bytes - handle.holding.unadopted_bytes
+                for handle in manager.handles.values()
+                if handle.holding
             )
             assert held > 0
             assert outside_torch() == empty + held
@@ -93,7 +98,9 @@ def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Mana
         assert outside_torch() == empty
 
 
-def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(manager: placement.Manager) -> None:
+def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(
+    manager: placement.Manager,
+) -> None:
     first = build("cpu")
     manager.register("first", first, role="ref")  # the device takes its context and poison
     device = manager.device
@@ -105,7 +112,9 @@ def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(m
     assert handle.host_bytes >= sum(p.nbytes for p in net.parameters())
 
 
-def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: placement.Manager) -> None:
+def test_registering_a_model_on_the_device_peaks_at_one_storage_more(
+    manager: placement.Manager,
+) -> None:
     first = build("cpu")
     manager.register("first", first, role="ref")
     net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
@@ -116,7 +125,9 @@ def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: pl
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     manager.register("actor", net, role="actor")
-    assert torch.cuda.max_memory_allocated() - base <= 8 * largest + 2 * largest, "pool memory counts as allocated while it is adopted"
+    assert torch.cuda.max_memory_allocated() - base <= 8 * largest + 2 * largest, (
+        "pool memory counts as allocated while it is adopted"
+    )
     after = manager.device.memory()
     # One weight may lie in a segment that torch keeps, beside what tests before this one have left.
     assert before.used_bytes - after.used_bytes >= 7 * largest
@@ -125,7 +136,8 @@ def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: pl
 
 @pytest.mark.parametrize("end", ["close", "unregister", "collected"])
 def test_handles_that_end_on_the_device_keep_their_values(end: str) -> None:
-    """Copies of gigabytes take long enough to be still running when the memory that they read goes."""
+    """Copies of gigabytes take long enough to be still running when the memory that they read
+    goes."""
     torch.cuda.empty_cache()
     manager = placement.Manager(device="cuda:0", policy=Resident())
     net = nn.ModuleList(nn.Linear(8192, 8192, bias=False, device="cuda") for _ in range(24))
@@ -148,9 +160,13 @@ def test_handles_that_end_on_the_device_keep_their_values(end: str) -> None:
         assert bool((parameter == number).all())
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True, "foreach": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"capturable": True, "foreach": True}], ids=str
+)
 @pytest.mark.parametrize("born", ["cpu", "cuda"])
-def test_losses_are_bit_identical_over_20_steps(manager: placement.Manager, options: dict[str, bool], born: str) -> None:
+def test_losses_are_bit_identical_over_20_steps(
+    manager: placement.Manager, options: dict[str, bool], born: str
+) -> None:
     plain = build()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, **options)
     expected = [train_step(plain, optimizer, *batch) for batch in batches(20)]
@@ -191,7 +207,9 @@ def test_a_graph_captured_before_a_cycle_replays_right_after_it(manager: placeme
             assert torch.equal(output, expected)
 
 
-def test_memory_that_another_holds_is_a_python_error_and_the_next_phase_succeeds(manager: placement.Manager) -> None:
+def test_memory_that_another_holds_is_a_python_error_and_the_next_phase_succeeds(
+    manager: placement.Manager,
+) -> None:
     net = nn.Linear(8192, 8192, bias=False)
     expected = net.weight.detach().clone()
     handle = manager.register("actor", net, role="actor")
@@ -206,14 +224,19 @@ def test_memory_that_another_holds_is_a_python_error_and_the_next_phase_succeeds
 def any_numbers(seed: int, shape: tuple[int, int]) -> torch.Tensor:
     """Float32 numbers of all kinds: huge, subnormal, infinite, negative zeros; no NaN."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    bits = torch.randint(-(1 << 31), 1 << 31, shape, device="cuda", generator=generator).to(torch.int32)
+    bits = torch.randint(-(1 << 31), 1 << 31, shape, device="cuda", generator=generator).to(
+        torch.int32
+    )
     numbers = bits.view(torch.float32)
     return torch.where(numbers.isnan(), -0.0, numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_cast_to_the_same_bits_everywhere(manager: placement.Manager, dtype: torch.dtype) -> None:
-    """On the GPU from masters there, on the GPU from masters on the host (in three pieces), and on the host. No host memory is theirs."""
+def test_weights_are_cast_to_the_same_bits_everywhere(
+    manager: placement.Manager, dtype: torch.dtype
+) -> None:
+    """On the GPU from masters there, on the GPU from masters on the host (in three pieces), and on
+    the host. No host memory is theirs."""
     model = nn.Linear(8192, 4096, bias=False, device="cuda", dtype=dtype)
     model.weight.data.copy_(any_numbers(0, (4096, 8192)))
     wanted = model.weight.data.view(torch.int16).clone()

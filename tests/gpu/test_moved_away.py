@@ -1,4 +1,5 @@
-"""Storages that are shared, converted or resized behind placement's back, on a real device: an error or right values, never NaN."""
+"""Storages that are shared, converted or resized behind placement's back, on a real device: an
+error or right values, never NaN."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_share_memory_leaves_device_memory_where_it_is(manager: placement.Manage
 
 @pytest.mark.parametrize("where", ["offloaded", "device"])
 def test_a_queue_cannot_export_the_range(manager: placement.Manager, where: str) -> None:
-    """Memory behind a range has no handle that another process could open: sending is an error, and changes nothing."""
+    """Memory behind a range has no handle that another process could open: sending is an error, and
+    changes nothing."""
     model = _model()
     wanted = _values(model)
     manager.register("actor", model, role="actor")
@@ -55,7 +57,10 @@ def test_a_queue_cannot_export_the_range(manager: placement.Manager, where: str)
     for _ in range(2):
         with manager.phase("log_prob"):
             assert_same(_values(model), wanted)
-            copied = multiprocessing.reduction.ForkingPickler.dumps(model[0].weight.detach().clone())  # what the message advises
+            # what the message advises
+            copied = multiprocessing.reduction.ForkingPickler.dumps(
+                model[0].weight.detach().clone()
+            )
             assert len(copied)
 
 
@@ -78,15 +83,22 @@ def test_what_is_converted_while_offloaded_comes_back_to_its_address(
 ) -> None:
     model = _model()
     plain = copy.deepcopy(model)
-    optimizer, plain_optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    optimizer, plain_optimizer = (
+        torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)
+    )
     manager.register("actor", model, role="actor")
     manager.register("actor.optimizer", optimizer)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     for step in range(3):
         change(model)
-        with pytest.raises(placement.IntegrityError, match="The registered values were put back"), manager.phase("train"):
+        with (
+            pytest.raises(placement.IntegrityError, match="The registered values were put back"),
+            manager.phase("train"),
+        ):
             pass
-        assert [(parameter.data_ptr(), parameter.device.type) for parameter in model.parameters()] == [(each, "cuda") for each in addresses]
+        assert [
+            (parameter.data_ptr(), parameter.device.type) for parameter in model.parameters()
+        ] == [(each, "cuda") for each in addresses]
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).cuda()
         with manager.phase("train"):
             for each, stepped in ((model, optimizer), (plain, plain_optimizer)):

@@ -1,4 +1,5 @@
-"""Device memory outside torch and placement on a real device: communicators, and tensors that another process has opened."""
+"""Device memory outside torch and placement on a real device: communicators, and tensors that
+another process has opened."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 COUNTS = (
-    hasattr(torch._C._distributed_c10d.Backend, "memory_stats") and dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 29, 7)
+    hasattr(torch._C._distributed_c10d.Backend, "memory_stats")
+    and dist.is_nccl_available()
+    and torch.cuda.nccl.version() >= (2, 29, 7)
 )
 """Whether NCCL counts the memory of a communicator, and torch asks it."""
 
@@ -48,7 +51,8 @@ class Consumer:
         theirs.close()
 
     def hold(self, tensors: list[torch.Tensor] | None) -> float:
-        """Let the process hold these tensors instead of the ones before. Returns the sum of their elements."""
+        """Let the process hold these tensors instead of the ones before. Returns the sum of their
+        elements."""
         self._connection.send(tensors)
         return float(self._connection.recv())
 
@@ -64,7 +68,9 @@ def consumer() -> Iterator[Consumer]:
     started.close()
 
 
-def test_what_another_process_dropped_comes_back_at_the_next_phase_transition(manager: placement.Manager, consumer: Consumer) -> None:
+def test_what_another_process_dropped_comes_back_at_the_next_phase_transition(
+    manager: placement.Manager, consumer: Consumer
+) -> None:
     net = nn.Linear(256, 256).cuda()
     manager.register("actor", net, role="actor")
     device = manager.device
@@ -117,7 +123,8 @@ def test_a_communicator_is_named_once_it_is_made(manager: placement.Manager, gro
 
 
 def growth() -> tuple[int, int | None, int, str]:
-    """Unaccounted bytes that appeared with the communicator of all ranks, and what is said about it. For `Ranks.run`."""
+    """Unaccounted bytes that appeared with the communicator of all ranks, and what is said about
+    it. For `Ranks.run`."""
     device = torch.device("cuda", torch.cuda.current_device())
     manager = placement.Manager(device=str(device))
     net = nn.Linear(256, 256).to(device)
@@ -133,8 +140,15 @@ def growth() -> tuple[int, int | None, int, str]:
     report = manager.audit().report
     assert_nothing_resident(manager)
     manager.close()
-    made = {each.name for each in after.communicators} - {each.name for each in before.communicators}
-    return after.unaccounted_bytes - before.unaccounted_bytes, after.communicator_bytes, len(made), report
+    made = {each.name for each in after.communicators} - {
+        each.name for each in before.communicators
+    }
+    return (
+        after.unaccounted_bytes - before.unaccounted_bytes,
+        after.communicator_bytes,
+        len(made),
+        report,
+    )
 
 
 def test_the_communicator_of_two_gpus_is_what_unaccounted_memory_grew_by(two_gpus: Ranks) -> None:

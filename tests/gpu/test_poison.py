@@ -1,8 +1,11 @@
-"""Writes into offloaded memory of a real device: each must be found, whatever the type and the arithmetic.
+"""Writes into offloaded memory of a real device: each must be found, whatever the type and the
+arithmetic.
 
-Through `.data`, whose version counter is another one, only the bytes of the poison tell. What arithmetic makes of a NaN is the hardware's
-affair, so every type is tried with every operation. Two kinds of writes leave the bytes as they were: `clamp_` of a float, which hands a
-NaN on as it is, and a bit-identical copy of poison. They are found where the tensor's own counter counts them, and lost through `.data`.
+Through `.data`, whose version counter is another one, only the bytes of the poison tell. What
+arithmetic makes of a NaN is the hardware's affair, so every type is tried with every operation. Two
+kinds of writes leave the bytes as they were: `clamp_` of a float, which hands a NaN on as it is,
+and a bit-identical copy of poison. They are found where the tensor's own counter counts them, and
+lost through `.data`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ ANY: dict[str, Write] = {
     "neg_": lambda t, other: t.neg_(),
     "copy_": lambda t, other: t.copy_(other),
     "zero_": lambda t, other: t.zero_(),
-    "index_fill_ of one element": lambda t, other: t.index_fill_(0, torch.tensor([7], device="cuda"), 1),
+    "index_fill_ of one element": lambda t, other: t.index_fill_(
+        0, torch.tensor([7], device="cuda"), 1
+    ),
     "out=": lambda t, other: torch.mul(t, 3, out=t),
     "_foreach_mul_": lambda t, other: torch._foreach_mul_([t], 3),
 }
@@ -59,7 +64,10 @@ BY_COPY: dict[str, Write] = {
     "fill_": lambda t, other: t.fill_(1),
 }
 BY_TYPE: dict[torch.dtype, dict[str, Write]] = {
-    **dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), ANY | INEXACT | ORDERED | REAL),
+    **dict.fromkeys(
+        (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        ANY | INEXACT | ORDERED | REAL,
+    ),
     **dict.fromkeys((torch.complex64, torch.complex128), ANY | INEXACT),
     **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), BY_COPY),
     **dict.fromkeys((torch.int64, torch.int8), ANY | ORDERED),
@@ -67,7 +75,8 @@ BY_TYPE: dict[torch.dtype, dict[str, Write]] = {
 
 
 def keeps_bytes(dtype: torch.dtype, name: str) -> bool:
-    """Whether the hardware hands a NaN on as it is: where numbers are only compared. Arithmetic makes another of it in every type."""
+    """Whether the hardware hands a NaN on as it is: where numbers are only compared. Arithmetic
+    makes another of it in every type."""
     return dtype.is_floating_point and name in ORDERED
 
 
@@ -108,7 +117,10 @@ def found(manager: placement.Manager, reference: Values, write: Callable[[], obj
     manager.register("ref", reference, role="ref")
     with torch.no_grad():
         write()
-    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob"):
+    with (
+        pytest.raises(placement.IntegrityError, match="written values are lost"),
+        manager.phase("log_prob"),
+    ):
         pass
     with manager.phase("log_prob"):
         assert as_bytes(reference.values) == before
@@ -117,7 +129,9 @@ def found(manager: placement.Manager, reference: Values, write: Callable[[], obj
 
 
 @pytest.mark.parametrize(("dtype", "write"), cases(keeping=False))
-def test_a_write_through_data_is_found(manager: placement.Manager, dtype: torch.dtype, write: Write) -> None:
+def test_a_write_through_data_is_found(
+    manager: placement.Manager, dtype: torch.dtype, write: Write
+) -> None:
     reference, other = Values(some(dtype)), some(dtype)
     found(manager, reference, lambda: write(reference.values.data, other))
 
@@ -130,21 +144,45 @@ def test_a_write_that_keeps_the_bytes_of_nan_is_found_by_the_tensors_counter(
     found(manager, reference, lambda: write(reference.values, other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64], ids=str)
-def test_a_reference_that_is_synced_with_an_offloaded_actor_is_found(manager: placement.Manager, dtype: torch.dtype) -> None:
-    """As trl's SyncRefModelCallback does it: both are offloaded, so poison is moved towards poison."""
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex128,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_a_reference_that_is_synced_with_an_offloaded_actor_is_found(
+    manager: placement.Manager, dtype: torch.dtype
+) -> None:
+    """As trl's SyncRefModelCallback does it: both are offloaded, so poison is moved towards
+    poison."""
     reference, actor = Values(some(dtype)), Values(some(dtype))
     manager.register("actor", actor, role="actor")
-    found(manager, reference, lambda: reference.values.data.mul_(0.4).add_(actor.values.data, alpha=0.6))
+    found(
+        manager,
+        reference,
+        lambda: reference.values.data.mul_(0.4).add_(actor.values.data, alpha=0.6),
+    )
 
 
-def test_a_write_is_found_although_nothing_is_offloaded_any_more(manager: placement.Manager) -> None:
-    """The phase that loads the last handle does not wait for the comparison, which the next one reads."""
+def test_a_write_is_found_although_nothing_is_offloaded_any_more(
+    manager: placement.Manager,
+) -> None:
+    """The phase that loads the last handle does not wait for the comparison, which the next one
+    reads."""
     actor = Values(some(torch.float32))
     before = as_bytes(actor.values)
     manager.register("actor", actor, role="actor")
     actor.values.data.add_(1)
-    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("log_prob") as phase:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(placement.IntegrityError, match="written values are lost"),
+        manager.phase("log_prob") as phase,
+    ):
         for _ in range(3):
             phase.switch("eval")
     with manager.phase("log_prob"):
@@ -185,7 +223,10 @@ def test_gradients_written_while_offloaded_are_found_and_come_back(
         before = [as_bytes(grad) for grad in gradients(model)]
     with torch.no_grad():
         write(gradients(model))
-    with pytest.raises(placement.IntegrityError, match="written values are lost"), manager.phase("train"):
+    with (
+        pytest.raises(placement.IntegrityError, match="written values are lost"),
+        manager.phase("train"),
+    ):
         pass
     with manager.phase("train"):
         assert [as_bytes(grad) for grad in gradients(model)] == before

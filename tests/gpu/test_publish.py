@@ -1,4 +1,5 @@
-"""Publishing on a real device: values that come on a stream of their own, their memory, and changes alone."""
+"""Publishing on a real device: values that come on a stream of their own, their memory, and changes
+alone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def model_of(tensors: int) -> nn.ParameterList:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_streamed_sync_publishes_the_values_and_gives_its_buckets_back_at_its_end(dtype: torch.dtype | None) -> None:
+def test_a_streamed_sync_publishes_the_values_and_gives_its_buckets_back_at_its_end(
+    dtype: torch.dtype | None,
+) -> None:
     model = model_of(60)
     wanted = [each.detach().to(dtype or each.dtype).cpu() for each in model]
     manager = placement.Manager(device="cuda:0", policy=Colocated(stream_sync=True))
@@ -44,7 +47,10 @@ def test_a_streamed_sync_publishes_the_values_and_gives_its_buckets_back_at_its_
         with manager.phase("weight_sync"):
             for bucket in actor.weights(bucket_bytes=bucket_bytes, dtype=dtype):
                 factor @ factor  # the consumer's stream is behind when the next bucket is asked for
-                got += [torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=True) for _, tensor in bucket]
+                got += [
+                    torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=True)
+                    for _, tensor in bucket
+                ]
             assert torch.cuda.memory_reserved() > before
             del bucket
         assert torch.cuda.memory_reserved() == before
@@ -64,7 +70,10 @@ def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit(
     manager = placement.Manager(device="cuda:0")
     actor = manager.register("actor", model, role="actor")
     manager.register("optimizer", optimizer)
-    received = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cuda") for info in actor.weights_info(dtype=dtype)}
+    received = {
+        info.name: torch.empty(info.shape, dtype=info.dtype, device="cuda")
+        for info in actor.weights_info(dtype=dtype)
+    }
     version, whole = None, sum(each.nbytes for each in received.values())
     for step in range(10):
         with manager.phase("train") as phase:
@@ -74,7 +83,9 @@ def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit(
             del parameter
             if offloads:
                 phase.switch("idle")
-                assert step == 0 or 0 < sum(r.record_bytes for r in actor.storage.ranges) < whole / 40
+                assert (
+                    step == 0 or 0 < sum(r.record_bytes for r in actor.storage.ranges) < whole / 40
+                )
             phase.switch("weight_sync")
             sent = 0
             for bucket in actor.weight_changes(since=version, bucket_bytes=8 * MIB, dtype=dtype):
@@ -85,7 +96,10 @@ def test_receivers_that_write_the_changes_of_ten_steps_have_every_bit(
             del bucket, change
             assert sent == whole if step == 0 else sent < whole / 20
             for pairs in actor.weights(dtype=dtype):
-                assert all(tensor.view(torch.uint8).equal(received[name].view(torch.uint8)) for name, tensor in pairs)
+                assert all(
+                    tensor.view(torch.uint8).equal(received[name].view(torch.uint8))
+                    for name, tensor in pairs
+                )
             del pairs
     assert_nothing_resident(manager)
     manager.close()

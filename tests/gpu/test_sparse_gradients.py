@@ -1,4 +1,5 @@
-"""Sparse gradients on a real device, where torch may have no way to swap a storage's pointer and gradients come back to the host."""
+"""Sparse gradients on a real device, where torch may have no way to swap a storage's pointer and
+gradients come back to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
-@pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])  # SGD does not coalesce, and a GPU adds what is there twice in any order
+# SGD does not coalesce, and a GPU adds what is there twice in any order
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
 def test_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
     outcome = training.compare(functools.partial(build, optimizer, "cuda"), device="cuda")
     assert outcome.offloaded_bytes["actor"] > 0
@@ -56,7 +58,9 @@ def test_a_gradient_comes_back_to_the_device_as_the_same_object(case: Case) -> N
             case.backward()
             wanted, identity = parts(case.gradient), id(case.gradient)
         assert_nothing_resident(case.manager)
-        assert torch.equal(case.tokens.cpu(), tokens_of(0)), "the user's tokens left with the gradient that took them for its indices"
+        assert torch.equal(case.tokens.cpu(), tokens_of(0)), (
+            "the user's tokens left with the gradient that took them for its indices"
+        )
         with case.manager.phase("train"):
             assert id(case.gradient) == identity
             assert case.gradient.is_cuda
@@ -80,7 +84,10 @@ def test_a_sparse_gradient_on_the_cpu_is_refused_at_registration() -> None:
     model = nn.Embedding(WORDS, WIDTH, sparse=True)
     model(tokens_of(0)).sum().backward()
     manager = placement.Manager(device="cuda:0")
-    with pytest.raises(placement.RegistrationError, match=r"'weight\.grad' is sparse and on the CPU"):
+    with pytest.raises(
+        placement.RegistrationError,
+        match=r"'weight\.grad' is sparse and on the CPU",
+    ):
         manager.register("actor", model, role="actor")
     model.zero_grad()
     manager.register("actor", model, role="actor")

@@ -1,4 +1,5 @@
-"""Steps that stream their state on a real device: the ordinary step's bytes, bounded memory, both directions at once."""
+"""Steps that stream their state on a real device: the ordinary step's bytes, bounded memory, both
+directions at once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ STEPPED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "AdamW, for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "AdamW, capturable, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+    "AdamW, capturable, tensor lr": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(1e-3, device="cuda"), capturable=True
+    ),
     "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "SGD, momentum, fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
@@ -39,7 +42,9 @@ def build(layers: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).cuda()
 
 
-def assert_equal_to(manager: placement.Manager, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def assert_equal_to(
+    manager: placement.Manager, plain: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     def on_host(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {key: value.cpu() for key, value in values.items()}
 
@@ -56,11 +61,15 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     net = build()
     plain = copy.deepcopy(net)
     optimizers = STEPPED[name](net.parameters()), STEPPED[name](plain.parameters())
-    manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+    manager = placement.Manager(
+        device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
+    )
     manager.register("actor", net, role="actor")
     manager.register("adam", optimizers[0])
     for step in range(5):
-        batch = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        batch = torch.randn(
+            8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step)
+        )
         with manager.phase("train"):
             for _ in range(1 + step // 2):
                 for model, optimizer in zip((net, plain), optimizers, strict=True):
@@ -78,11 +87,20 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
     from placement.devices.cuda.device import CudaDevice
 
     torch.manual_seed(0)
-    nets = [nn.ParameterList([nn.Parameter(torch.randn(size, device="cuda").to(dtype)) for size in (37, 24_000_001, 5)])]
+    nets = [
+        nn.ParameterList(
+            [
+                nn.Parameter(torch.randn(size, device="cuda").to(dtype))
+                for size in (37, 24_000_001, 5)
+            ]
+        )
+    ]
     nets.append(copy.deepcopy(nets[0]))
     optimizers = [STEPPED[name](net.parameters()) for net in nets]
     device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 4)
-    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES // 2)
+    manager = placement.Manager(
+        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES // 2
+    )
     manager.register("actor", nets[0], role="actor")
     handle = manager.register("adam", optimizers[0])
     for step in range(4):
@@ -101,13 +119,16 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
 
 
 def test_the_first_step_and_the_next_stay_within_the_window() -> None:
-    """By the driver: torch counts the addresses of offloaded state as allocated where a pool of its allocator has them."""
+    """By the driver: torch counts the addresses of offloaded state as allocated where a pool of its
+    allocator has them."""
     from placement.devices.cuda.device import CudaDevice
 
     net = build(layers=4 * LAYERS)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 2)
-    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+    manager = placement.Manager(
+        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
+    )
     manager.register("actor", net, role="actor")
     handle = manager.register("adam", optimizer)
     for _ in range(3):
@@ -118,7 +139,8 @@ def test_the_first_step_and_the_next_stay_within_the_window() -> None:
             with sampled(f"GPU-{torch.cuda.get_device_properties(0).uuid}") as peak:
                 optimizer.step()
             assert peak.samples > 3
-            assert peak.rise_bytes <= 5 * BUCKET_BYTES  # a window, what torch's allocator takes at once, and the code of the kernels
+            # a window, what torch's allocator takes at once, and the code of the kernels
+            assert peak.rise_bytes <= 5 * BUCKET_BYTES
             assert manager.device.memory().used_bytes <= held_bytes + 4 * MIB
             optimizer.zero_grad()
     assert handle.streamed is not None

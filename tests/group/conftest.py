@@ -42,8 +42,11 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return found
 
 
-def beside(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], *, dies: bool = True) -> list[list[Any]]:
-    """Each case with three ranks of its own, of which most wait for the one that it names first: that one dies or stops."""
+def beside(
+    function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], *, dies: bool = True
+) -> list[list[Any]]:
+    """Each case with three ranks of its own, of which most wait for the one that it names first:
+    that one dies or stops."""
 
     def one(case: tuple[Any, ...]) -> list[Any]:
         ranks = Ranks(3)

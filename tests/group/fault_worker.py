@@ -1,4 +1,5 @@
-"""The processes of the sweeps of faults: ranks with a manager each, two phases and what they saw, and the store that they meet over."""
+"""The processes of the sweeps of faults: ranks with a manager each, two phases and what they saw,
+and the store that they meet over."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ class Case(NamedTuple):
     step: str
     """One of `STEPS`."""
     its_move_fails: bool = False
-    """The device refuses memory to that rank in that phase transition: then it is the one that claims ABORT."""
+    """The device refuses memory to that rank in that phase transition: then it is the one that
+    claims ABORT."""
 
     def __str__(self) -> str:
-        return f"{self.fault} rank {self.rank} at {self.step}" + (", out of memory" if self.its_move_fails else "")
+        return (f"{self.fault} rank {self.rank} at {self.step}") + (
+            ", out of memory" if self.its_move_fails else ""
+        )
 
 
 class Rank(Trainer):
@@ -60,7 +64,8 @@ class Rank(Trainer):
             self.expected = self.values()
 
     def transition(self, move: Callable[[], Any]) -> Exception | None:
-        """Make one phase transition, and note what became of every epoch on the way. Returns what it raised."""
+        """Make one phase transition, and note what became of every epoch on the way. Returns what
+        it raised."""
         before, states = self.group.epoch, self.states()
         is_inside = bool(self.manager.snapshot().phases)
         error: Exception | None = None
@@ -68,13 +73,29 @@ class Rank(Trainer):
             move()
         except (PlacementError, RuntimeError) as raised:
             error = raised
-            if not isinstance(raised, CoordinatorLost) and self.manager.snapshot().phases and (now := self.states()) != states:
-                self.problems.append(f"{type(raised).__name__} in epoch {before}, but {states} is {now}")
+            if (
+                not isinstance(raised, CoordinatorLost)
+                and self.manager.snapshot().phases
+                and (now := self.states()) != states
+            ):
+                self.problems.append(
+                    f"{type(raised).__name__} in epoch {before}, but {states} is {now}"
+                )
         after = max(self.group.epoch, before + 1)
-        # In a phase its fault came after its vote, and the others have committed; outside it has passed over what they gave up.
-        self.events += [(epoch, "commit" if is_inside else "abort") for epoch in range(before, after - 1)]
-        # Any other error than these is its own: it went back, and where the others could not be told, they find out at their deadline.
-        verdict = "commit" if error is None else "doubt" if isinstance(error, CoordinatorLost) else "abort"
+        # In a phase its fault came after its vote, and the others have committed; outside it has
+        # passed over what they gave up.
+        self.events += [
+            (epoch, "commit" if is_inside else "abort") for epoch in range(before, after - 1)
+        ]
+        # Any other error than these is its own: it went back, and where the others could not be
+        # told, they find out at their deadline.
+        verdict = (
+            "commit"
+            if error is None
+            else "doubt"
+            if isinstance(error, CoordinatorLost)
+            else "abort"
+        )
         self.events.append((after - 1, verdict))
         return error
 
@@ -93,7 +114,8 @@ class Rank(Trainer):
 
     def run(self) -> None:
         def before_switch() -> None:
-            """Go into the phase transition of the fault together; the rank of the fault once all others know that they have met."""
+            """Go into the phase transition of the fault together; the rank of the fault once all
+            others know that they have met."""
             group = self.group
             group.exchange_texts("met", "")
             if group.rank == self.case.rank:
@@ -113,11 +135,16 @@ class Rank(Trainer):
     def arm(self) -> None:
         if self.case.its_move_fails:
             self.faults.fail("create")
-        self.board.arm(self.case.step, self.case.fault if self.case.fault in ("kill", "raise") else "stop")
+        self.board.arm(
+            self.case.step, self.case.fault if self.case.fault in ("kill", "raise") else "stop"
+        )
 
     def look_after(self) -> None:
         if (values := self.values()) != self.expected:
-            self.problems.append(f"other values: {[name for name in self.expected if values.get(name) != self.expected[name]]}")
+            self.problems.append(
+                "other values: "
+                f"{[name for name in self.expected if values.get(name) != self.expected[name]]}"
+            )
         try:
             self.manager.check_integrity()
             if not self.group.is_in_doubt:  # one that is keeps what it prepared
@@ -129,10 +156,14 @@ class Rank(Trainer):
 class Member:
     """A process that is a rank of one case after the other."""
 
-    def run(self, case: Case, deadline_seconds: float, *place: Any) -> tuple[list[tuple[int, str]], list[str], bool, bool]:
-        """What became of each epoch; what went wrong; whether the fault has happened; whether the process may be in the next case.
+    def run(
+        self, case: Case, deadline_seconds: float, *place: Any
+    ) -> tuple[list[tuple[int, str]], list[str], bool, bool]:
+        """What became of each epoch; what went wrong; whether the fault has happened; whether the
+        process may be in the next case.
 
-        `join_store(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met.
+        `join_store(*place)` makes the group, whose deadline becomes `deadline_seconds` once the
+        ranks have met.
         """
         try:
             group = join_store(*place)
@@ -141,7 +172,8 @@ class Member:
         rank = Rank(group, case, deadline_seconds)
         try:
             rank.run()
-            if is_well := not (rank.problems or group.is_in_doubt):  # nobody may be in doubt because of an earlier case
+            # nobody may be in doubt because of an earlier case
+            if is_well := not (rank.problems or group.is_in_doubt):
                 rank.manager.close()
         except Exception as error:
             rank.problems.append(f"{type(error).__name__}: {error}")
@@ -149,6 +181,8 @@ class Member:
         return rank.events, rank.problems, rank.board.has_happened, is_well
 
 
-def join_store(port: int, rank: int, world_size: int, deadline_seconds: float, generation: int) -> Group:
+def join_store(
+    port: int, rank: int, world_size: int, deadline_seconds: float, generation: int
+) -> Group:
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
     return StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)

@@ -62,7 +62,8 @@ class Doomed:
         self.folder = folder
 
     def die_at(self, line: int) -> int:
-        """Make, use and close a lease; SIGKILL before the given one of the lines of its code. Returns how many there are."""
+        """Make, use and close a lease; SIGKILL before the given one of the lines of its code.
+        Returns how many there are."""
         seen: set[tuple[str, int]] = set()
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -84,13 +85,21 @@ class Doomed:
 
 
 class GpuSharer:
-    """A trainer on a simulated GPU of 100 pages that others share. It needs 33 at first, and 66 once its momentum is born."""
+    """A trainer on a simulated GPU of 100 pages that others share. It needs 33 at first, and 66
+    once its momentum is born."""
 
     def __init__(self, folder: str, **settings: Any) -> None:
         torch.manual_seed(0)
-        device = SimulatedDevice(CAPACITY, chunk_bytes=8 * CHUNK, shared_with=Path(folder) / "capacity")
+        device = SimulatedDevice(
+            CAPACITY, chunk_bytes=8 * CHUNK, shared_with=Path(folder) / "capacity"
+        )
         self.manager = Manager(
-            device=device, leases=f"{folder}/leases", worker_role="trainer", headroom=0.0, phases={"away": ()}, **settings
+            device=device,
+            leases=f"{folder}/leases",
+            worker_role="trainer",
+            headroom=0.0,
+            phases={"away": ()},
+            **settings,
         )
         self.model = nn.Linear(256, 128)
         self.expected = self.model.weight.detach().clone()
@@ -99,9 +108,12 @@ class GpuSharer:
         self.manager.register("sgd", self.sgd)
 
     def work(self) -> None:
-        """A step: what it finds is what it left. It begins with a part of the memory, and wants more in the middle of it."""
+        """A step: what it finds is what it left. It begins with a part of the memory, and wants
+        more in the middle of it."""
         with self.manager.phase("log_prob") as step:
-            assert torch.equal(self.model.weight, self.expected), "the values changed while they were offloaded"
+            assert torch.equal(self.model.weight, self.expected), (
+                "the values changed while they were offloaded"
+            )
             step.switch("train")
             self.model(torch.ones(1, 256)).sum().backward()
             self.sgd.step()

@@ -36,7 +36,11 @@ class Rank(Trainer):
     def __init__(self, group: Group, **settings: Any) -> None:
         torch.manual_seed(0)
         self.group, self.policy = group, FailsOnce()
-        super().__init__(lambda device: Manager(device=device, group=group, **{"policy": self.policy, **settings}))
+        super().__init__(
+            lambda device: Manager(
+                device=device, group=group, **{"policy": self.policy, **settings}
+            )
+        )
 
     def step(self) -> str:
         """A step of the job: two phases, one after the other. "done", or what it raised."""
@@ -85,7 +89,9 @@ def enter(rank: Rank, name: Any = "train", only: Any = None) -> None:
         pass
 
 
-def groups_of(world_size: int, deadline_seconds: float = 30.0, store: Any = None) -> list[StoreGroup]:
+def groups_of(
+    world_size: int, deadline_seconds: float = 30.0, store: Any = None
+) -> list[StoreGroup]:
     store = dist.HashStore() if store is None else store
     return [StoreGroup(store, rank, world_size, deadline_seconds) for rank in range(world_size)]
 

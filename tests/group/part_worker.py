@@ -1,4 +1,5 @@
-"""What each rank does with sharded programs under a group: the ranks that hold the same are a part of it, or one of them is full."""
+"""What each rank does with sharded programs under a group: the ranks that hold the same are a part
+of it, or one of them is full."""
 
 from __future__ import annotations
 
@@ -31,10 +32,18 @@ def shared_with(handle: Handle) -> list[tuple[int, ...]]:
 
 
 def _manager(generation: int, device: str) -> Manager:
-    return Manager(device=device_of(device), group=group_of_all(generation, 60.0), budget_bytes=1 << 40)
+    return Manager(
+        device=device_of(device), group=group_of_all(generation, 60.0), budget_bytes=1 << 40
+    )
 
 
-def _train(plain: Program, placed: Program, manager: Manager, steps: range, look: Callable[[str], object] = id) -> None:
+def _train(
+    plain: Program,
+    placed: Program,
+    manager: Manager,
+    steps: range,
+    look: Callable[[str], object] = id,
+) -> None:
     """Steps of both, which compute the same. `look` is called in each phase, with its name."""
     for step in steps:
         for phase, method in plain.phases:
@@ -46,10 +55,13 @@ def _train(plain: Program, placed: Program, manager: Manager, steps: range, look
 
 
 def hybrid(generation: int, device: str) -> tuple[list[tuple[int, ...]], float]:
-    """HSDP on a mesh of two times so many ranks. The ranks that share each range, and this rank's share of the bytes of all."""
+    """HSDP on a mesh of two times so many ranks. The ranks that share each range, and this rank's
+    share of the bytes of all."""
 
     def build() -> Program:
-        ranks = init_device_mesh(device, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        ranks = init_device_mesh(
+            device, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        )
         model = net(device)
         for part in (*model.blocks, model):
             fully_shard(part, mesh=ranks)
@@ -76,12 +88,17 @@ def hybrid(generation: int, device: str) -> tuple[list[tuple[int, ...]], float]:
 def little_left(device: Device, nbytes: int) -> Iterator[None]:
     """Somebody else has all of the device's memory but `nbytes`."""
     if isinstance(device, SimulatedDevice):
-        capacity, device.capacity_bytes = device.capacity_bytes, device.memory().chunk_bytes + nbytes
+        capacity, device.capacity_bytes = (
+            device.capacity_bytes,
+            device.memory().chunk_bytes + nbytes,
+        )
         yield
         device.capacity_bytes = capacity
     else:
         device.trim()
-        taken = torch.empty(device.memory().free_bytes - nbytes, dtype=torch.uint8, device=device.torch_device)
+        taken = torch.empty(
+            device.memory().free_bytes - nbytes, dtype=torch.uint8, device=device.torch_device
+        )
         yield
         del taken
         device.trim()
@@ -90,7 +107,8 @@ def little_left(device: Device, nbytes: int) -> Iterator[None]:
 def full(generation: int, device: str, rank: int) -> list[str]:
     """An FSDP2 actor, its optimizer and a replicated reference: what each rank of a GRPO job holds.
 
-    A step, an entry of each phase for which one rank has too little memory, another step. Returns what the entries raised.
+    A step, an entry of each phase for which one rank has too little memory, another step. Returns
+    what the entries raised.
     """
     plain, placed = fsdp2(device), fsdp2(device)
     manager = _manager(generation, device)
@@ -106,7 +124,11 @@ def full(generation: int, device: str, rank: int) -> list[str]:
     _train(plain, placed, manager, range(1), look)
     told = []
     for phase in ("log_prob", "train"):
-        needed = sum(h.num_bytes for h in manager.handles.values() if (h.role == "ref") == (phase == "log_prob"))
+        needed = sum(
+            h.num_bytes
+            for h in manager.handles.values()
+            if (h.role == "ref") == (phase == "log_prob")
+        )
         with little_left(manager.device, needed // 2) if dist.get_rank() == rank else nullcontext():
             try:
                 with manager.phase(phase):

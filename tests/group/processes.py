@@ -25,7 +25,9 @@ class Process:
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._connection, theirs = processes.Pipe()
-        self._process = processes.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process = processes.Process(
+            target=_serve, args=(theirs, make, arguments), daemon=True
+        )
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
@@ -56,11 +58,14 @@ class Process:
         assert self.is_stopped()
 
     def is_stopped(self) -> bool:
-        """Wait until each of its threads is stopped, because one that still runs may answer. False when the process ended first."""
+        """Wait until each of its threads is stopped, because one that still runs may answer. False
+        when the process ended first."""
         deadline = time.monotonic() + CALL_SECONDS
         tasks = Path(f"/proc/{self.pid}/task")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while any(b") T " not in task.joinpath("stat").read_bytes() for task in tasks.iterdir()):
+            while any(
+                b") T " not in task.joinpath("stat").read_bytes() for task in tasks.iterdir()
+            ):
                 assert time.monotonic() < deadline, f"process {self.pid} neither stopped nor ended"
                 time.sleep(0.001)  # the system tells a process's state only when asked
             return True

@@ -43,7 +43,8 @@ class Metered(Faults):
 
 
 class Reference(nn.Module):
-    """Tied weights, a half-precision layer, a buffer of an odd length, NaN and -0.0. `scale` makes it large enough for a GPU's chunks."""
+    """Tied weights, a half-precision layer, a buffer of an odd length, NaN and -0.0. `scale` makes
+    it large enough for a GPU's chunks."""
 
     def __init__(self, scale: int = 1) -> None:
         super().__init__()
@@ -52,7 +53,12 @@ class Reference(nn.Module):
         self.head = nn.Linear(128, 300 * scale, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("odd", torch.tensor([float("nan"), -0.0, 1.0]))
-        self.register_buffer("bytes", torch.arange(4099 * scale, dtype=torch.int64).to(torch.uint8)[: 4099 * scale - 2].clone())
+        self.register_buffer(
+            "bytes",
+            torch.arange(4099 * scale, dtype=torch.int64)
+            .to(torch.uint8)[: 4099 * scale - 2]
+            .clone(),
+        )
 
 
 def as_bytes(model: nn.Module) -> dict[str, bytes]:
@@ -62,10 +68,19 @@ def as_bytes(model: nn.Module) -> dict[str, bytes]:
 class Rank:
     """A reference, and an actor that differs by rank, on a device of its own."""
 
-    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        generation: int,
+        *,
+        cuda: bool = False,
+        deadline_seconds: float = 20.0,
+        **settings: Any,
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = group_of_all(generation, CUDA_DEADLINE_SECONDS if cuda else deadline_seconds)
-        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(40 * CHUNK, chunk_bytes=CHUNK))
+        self.device = Metered(
+            _cuda_device() if cuda else SimulatedDevice(40 * CHUNK, chunk_bytes=CHUNK)
+        )
         self.manager = Manager(device=self.device, group=self.group, **settings)
         torch.manual_seed(5)
         self.ref = Reference(200 if cuda else 1)
@@ -88,7 +103,12 @@ class Rank:
     @property
     def alone(self) -> str | None:
         """Why it loads without the others; None while it does not."""
-        return next(filter(None, (r.alone for r in self.handle.storage.ranges if isinstance(r, SharedRange))), None)
+        return next(
+            filter(
+                None, (r.alone for r in self.handle.storage.ranges if isinstance(r, SharedRange))
+            ),
+            None,
+        )
 
     def check_values(self) -> None:
         assert as_bytes(self.ref) == self.wanted
@@ -97,7 +117,8 @@ class Rank:
         assert bytes_of(self.handle.state_dict()) == self.wanted
 
     def load(self) -> int:
-        """One phase with the reference on the device. Returns the bytes that crossed the link to get there."""
+        """One phase with the reference on the device. Returns the bytes that crossed the link to
+        get there."""
         before = self.device.crossed["to_device"]
         with self.manager.phase("log_prob", only=["ref"]):
             crossed = self.device.crossed["to_device"] - before
@@ -119,7 +140,8 @@ class Rank:
         """After a registration that failed: the object is as it was, and nothing of it is left.
 
         Args:
-            addresses: where its parameters still are; empty where some rank failed so late that they had moved.
+            addresses: where its parameters still are; empty where some rank failed so late that
+            they had moved.
         """
         assert "ref" not in self.manager.handles
         assert self.addresses() == (addresses or self.addresses())
@@ -139,10 +161,17 @@ def _cuda_device() -> Device:
 
 
 def _shared_mappings() -> list[str]:
-    """The memory files of shared copies that this process has mapped or open; one that is both is there twice."""
+    """The memory files of shared copies that this process has mapped or open; one that is both is
+    there twice."""
     gc.collect()
     with open("/proc/self/maps") as maps:
-        found = [*{line.split()[5] for line in maps if "memfd:placement-" in line and "placement-device" not in line}]
+        found = [
+            *{
+                line.split()[5]
+                for line in maps
+                if "memfd:placement-" in line and "placement-device" not in line
+            }
+        ]
     for number in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
@@ -182,7 +211,12 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
         rank.check_values()
     assert_nothing_resident(rank.manager)
     assert rank.alone is None
-    seen = {"crossed": crossed, "host": rank.handle.host_bytes, "bytes": sum(r.nbytes for r in holding.ranges), "epoch": rank.group.epoch}
+    seen = {
+        "crossed": crossed,
+        "host": rank.handle.host_bytes,
+        "bytes": sum(r.nbytes for r in holding.ranges),
+        "epoch": rank.group.epoch,
+    }
     seen["to_host"] = rank.device.crossed["to_host"]
     if rank.rank == 0:
         rank.handle.state_dict()["odd"].fill_(3.0)  # for all ranks
@@ -199,11 +233,18 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
 
 MISTAKES: dict[str, Callable[[Rank], Any]] = {
     "not readonly": lambda rank: rank.register(readonly=False),
-    "a Lazy": lambda rank: rank.manager.register("ref", Lazy(lambda: rank.ref), role="ref", readonly=True, replicated=True),
-    "an optimizer": lambda rank: rank.manager.register(
-        "ref", torch.optim.SGD(rank.actor.parameters(), momentum=0.9), readonly=True, replicated=True
+    "a Lazy": lambda rank: rank.manager.register(
+        "ref", Lazy(lambda: rank.ref), role="ref", readonly=True, replicated=True
     ),
-    "an engine": lambda rank: rank.manager.register("ref", Engine(), role="rollout", replicated=True),
+    "an optimizer": lambda rank: rank.manager.register(
+        "ref",
+        torch.optim.SGD(rank.actor.parameters(), momentum=0.9),
+        readonly=True,
+        replicated=True,
+    ),
+    "an engine": lambda rank: rank.manager.register(
+        "ref", Engine(), role="rollout", replicated=True
+    ),
     "external": lambda rank: rank.register(external=True),
     "no process group": lambda rank: rank.register(replicated="nccl"),
     "something else": lambda rank: rank.load(),
@@ -217,7 +258,13 @@ def mistaken(generation: int) -> dict[str, str]:
     for mistake, make in MISTAKES.items():
         addresses = rank.addresses()
         if rank.rank == 1:
-            told[mistake] = rank.fails(lambda make=make: make(rank), RegistrationError, GroupError, KeyError, PlacementError)
+            told[mistake] = rank.fails(
+                lambda make=make: make(rank),
+                RegistrationError,
+                GroupError,
+                KeyError,
+                PlacementError,
+            )
         else:
             told[mistake] = rank.fails(rank.register, RegistrationError)
         rank.check_unregistered(addresses)
@@ -227,7 +274,8 @@ def mistaken(generation: int) -> dict[str, str]:
 
 
 def faults(generation: int, failing: int) -> int:
-    """Each device call of a registration, and of a load, fails once on one rank. Returns the cases."""
+    """Each device call of a registration, and of a load, fails once on one rank. Returns the
+    cases."""
     rank = Rank(generation)
     calls = rank.device.calls.copy()
     rank.register()
@@ -255,19 +303,24 @@ def faults(generation: int, failing: int) -> int:
 
 
 def faults_of(rank: Any, failing: int, calls: Mapping[str, int], every: int) -> Iterator[None]:
-    """For each so many-th of a device's calls, and the last, with SWEEP=all for each: it fails next, on one rank."""
+    """For each so many-th of a device's calls, and the last, with SWEEP=all for each: it fails
+    next, on one rank."""
     for operation, count in calls.items():
-        said = torch.tensor([count])  # by rank 0: a last call more or less must not make the ranks part
+        # by rank 0: a last call more or less must not make the ranks part
+        said = torch.tensor([count])
         dist.broadcast(said, 0)
         last = int(said)
-        for at in sorted({*range(1, last + 1, 1 if os.environ.get("SWEEP") == "all" else every), last} - {0}):
+        for at in sorted(
+            {*range(1, last + 1, 1 if os.environ.get("SWEEP") == "all" else every), last} - {0}
+        ):
             if rank.rank == failing:
                 rank.device.fail(operation, at=at)
             yield
 
 
 def meet_again(do: Callable[[], Any]) -> None:
-    """A fault on the way out of a phase is told to the others at their next phase transition: `do` it until all succeed."""
+    """A fault on the way out of a phase is told to the others at their next phase transition: `do`
+    it until all succeed."""
     for _ in range(6):
         try:
             do()
@@ -282,7 +335,8 @@ def meet_again(do: Callable[[], Any]) -> None:
 
 
 def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str | None]:
-    """One rank dies in a load. Returns whether this one has entered, and why it loads alone from then on."""
+    """One rank dies in a load. Returns whether this one has entered, and why it loads alone from
+    then on."""
     rank = Rank(generation, deadline_seconds=2.0)
     rank.register()
     rank.load()
@@ -311,7 +365,8 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
 
 
 def loads_behind_work(generation: int) -> bool:
-    """Whether a load returned while kernels that were queued before it were still running (on a GPU)."""
+    """Whether a load returned while kernels that were queued before it were still running (on a
+    GPU)."""
     rank = Rank(generation, cuda=True)
     rank.register()
     rank.load()

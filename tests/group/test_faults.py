@@ -1,6 +1,8 @@
-"""Processes that die, stop or fail at every step of the protocol, and their board: real ranks with real managers over a TCPStore.
+"""Processes that die, stop or fail at every step of the protocol, and their board: real ranks with
+real managers over a TCPStore.
 
-After each case: nobody hung, no two ranks read different decisions, every value is what it was, as bytes, and the fault has happened.
+After each case: nobody hung, no two ranks read different decisions, every value is what it was, as
+bytes, and the fault has happened.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from tests.support import boards
 WORLD = 3
 DEADLINE_SECONDS = 1.2
 AMPLE_SECONDS = 30.0
-"""A deadline where none has to pass: so much of it is there for a machine that is busy with other tests."""
+"""A deadline where none has to pass: so much of it is there for a machine that is busy with other
+tests."""
 STOPPED_SECONDS = 6.0
 """What a board that is stopped costs each rank; one that lives has to answer within as much."""
 HANG_SECONDS = 100.0
 AT_ONCE = 8
 
 STEPS = [
-    (rank, step, "claim decision" in step and rank > 0)  # ranks other than 0 claim when their own move fails
+    # ranks other than 0 claim when their own move fails
+    (rank, step, "claim decision" in step and rank > 0)
     for rank in range(WORLD)
     for step in boards.STEPS
     if rank == 0 or step != "before claim basis"
@@ -50,7 +54,9 @@ def service() -> Iterator[StoreService]:
 
 def deadline_of(case: Case) -> float:
     """A short one where ranks have to wait for one that says nothing any more."""
-    says_something = case.fault == "board killed" or (case.fault == "raise" and not case.its_move_fails)
+    says_something = case.fault == "board killed" or (
+        case.fault == "raise" and not case.its_move_fails
+    )
     return max(AMPLE_SECONDS, DEADLINE_SECONDS) if says_something else DEADLINE_SECONDS
 
 
@@ -59,7 +65,8 @@ class NotReached(AssertionError):
 
 
 def answers_of(case: Case, service: StoreService, ranks: list[Process]) -> list[Any]:
-    """Do what the case asks for while the ranks run. Returns what each says at its end; None of one that died.
+    """Do what the case asks for while the ranks run. Returns what each says at its end; None of one
+    that died.
 
     Raises:
         NotReached: see there.
@@ -78,7 +85,8 @@ def answers_of(case: Case, service: StoreService, ranks: list[Process]) -> list[
         elif case.fault == "board stopped":
             service.stop()
         else:
-            answers = {rank: rank.answer(HANG_SECONDS) for rank in ranks if rank is not victim}  # they do not hang while it is stopped
+            # they do not hang while it is stopped
+            answers = {rank: rank.answer(HANG_SECONDS) for rank in ranks if rank is not victim}
         victim.go_on()
     for rank in ranks:
         if rank is victim and case.fault == "kill":
@@ -93,17 +101,24 @@ def judge(case: Case, answers: list[Any]) -> list[str]:
     """What went wrong in a case that is over."""
     wrong = []
     by_epoch: dict[int, set[str]] = {}
-    for rank, (events, problems, has_happened, _) in enumerate(each or ([], [], True, False) for each in answers):
+    for rank, (events, problems, has_happened, _) in enumerate(
+        each or ([], [], True, False) for each in answers
+    ):
         wrong += [f"rank {rank}: {problem}" for problem in problems]
         if rank == case.rank and not has_happened:
             wrong.append("the fault has not happened")
         for epoch, verdict in events:
             by_epoch.setdefault(epoch, set()).add(verdict)
-    return wrong + [f"epoch {epoch} was obeyed as {verdicts}" for epoch, verdicts in by_epoch.items() if {"commit", "abort"} <= verdicts]
+    return wrong + [
+        (f"epoch {epoch} was obeyed as {verdicts}")
+        for epoch, verdicts in by_epoch.items()
+        if {"commit", "abort"} <= verdicts
+    ]
 
 
 def run_case(case: Case, service: StoreService | None) -> tuple[list[str], list[Any]]:
-    """What went wrong, and what the ranks saw. Ranks that a busy machine keeps from coming to the step in time begin anew."""
+    """What went wrong, and what the ranks saw. Ranks that a busy machine keeps from coming to the
+    step in time begin anew."""
     for _ in range(2):
         with contextlib.suppress(NotReached):
             return run_once(case, service)
@@ -116,7 +131,9 @@ def run_once(case: Case, service: StoreService | None) -> tuple[list[str], list[
     answers: list[Any] = [None] * WORLD
     try:
         answers = answers_of(case, own, ranks)
-        return [f"{case}: {each}; {answers}" for each in judge(case, answers)], [[] if each is None else each[0] for each in answers]
+        return [(f"{case}: {each}; {answers}") for each in judge(case, answers)], [
+            [] if each is None else each[0] for each in answers
+        ]
     finally:
         for rank, answer in zip(ranks, answers, strict=True):
             if answer is not None and answer[3]:
@@ -147,23 +164,39 @@ def sweep(cases: list[Case], service: StoreService | None) -> list[list[Any]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow), "raise"])
-def test_a_rank_at_every_step(fault: str, service: StoreService, counted: Callable[[str], None]) -> None:
-    cases = [Case(fault, *step) for step in STEPS if fault != "raise" or step[0] < 2]  # rank 2 is another 1
+def test_a_rank_at_every_step(
+    fault: str, service: StoreService, counted: Callable[[str], None]
+) -> None:
+    # rank 2 is another 1
+    cases = [Case(fault, *step) for step in STEPS if fault != "raise" or step[0] < 2]
     seen = sweep(cases, service)
-    verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
+    verdicts = [
+        {verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen
+    ]
     assert {"commit"} in verdicts, "killed after its vote: the others go on"
     assert {"abort"} in verdicts
     if fault == "raise":
         went_on = [all(events[-1][1] == "commit" for events in ranks) for ranks in seen]
-        assert all(fine for fine, case in zip(went_on, cases, strict=True) if not case.its_move_fails), "the job did not go on"
+        assert all(
+            fine for fine, case in zip(went_on, cases, strict=True) if not case.its_move_fails
+        ), "the job did not go on"
     counted(f"group: {fault} one of {WORLD} ranks at every step of a change: {len(cases)} cases")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("fault", "ranks"), [("board killed", (0, 1)), pytest.param("board stopped", (0,), marks=pytest.mark.slow)])
-def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], counted: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "ranks"),
+    [("board killed", (0, 1)), pytest.param("board stopped", (0,), marks=pytest.mark.slow)],
+)
+def test_the_board_at_every_step(
+    fault: str, ranks: tuple[int, ...], counted: Callable[[str], None]
+) -> None:
     """With SWEEP=all at the steps of every rank: a stopped board costs each of them seconds."""
-    cases = [Case(fault, *step) for step in STEPS if step[0] in ranks or os.environ.get("SWEEP") == "all"]
+    cases = [
+        Case(fault, *step) for step in STEPS if step[0] in ranks or os.environ.get("SWEEP") == "all"
+    ]
     seen = sweep(cases, None)
-    assert all(any(verdict == "doubt" for events in ranks for _, verdict in events) for ranks in seen)
+    assert all(
+        any(verdict == "doubt" for events in ranks for _, verdict in events) for ranks in seen
+    )
     counted(f"group: {fault} at every step of a change: {len(cases)} cases")

@@ -1,4 +1,5 @@
-"""Leases between real processes: order, priorities, deadlines, and what is left of a process that dies, forks, stops or writes nonsense."""
+"""Leases between real processes: order, priorities, deadlines, and what is left of a process that
+dies, forks, stops or writes nonsense."""
 
 from __future__ import annotations
 
@@ -35,11 +36,16 @@ def held(folder: str) -> dict[int, int]:
 def wait_for(folder: str, process: Process, nbytes: int) -> None:
     """Let it wait, and return when it does."""
     process.begin("wait", nbytes)
-    while not any(claim.pid == process.pid and claim.note and claim.note.wanted_bytes for claim in claims(folder)):
+    while not any(
+        claim.pid == process.pid and claim.note and claim.note.wanted_bytes
+        for claim in claims(folder)
+    ):
         assert process.is_busy(0.002)
 
 
-def test_the_first_comes_first_also_when_a_later_one_would_fit(processes: Processes, folder: str) -> None:
+def test_the_first_comes_first_also_when_a_later_one_would_fit(
+    processes: Processes, folder: str
+) -> None:
     holder, first, second, third = (processes.start(Holder, folder) for _ in range(4))
     holder.call("grow", 80)
     for process, nbytes in ((first, 90), (second, 15), (third, 5)):
@@ -54,7 +60,9 @@ def test_the_first_comes_first_also_when_a_later_one_would_fit(processes: Proces
 
 
 def test_a_higher_priority_comes_before_who_came_first(processes: Processes, folder: str) -> None:
-    holder, low, high = (processes.start(Holder, folder, {"priority": priority}) for priority in (0, 0, 5))
+    holder, low, high = (
+        processes.start(Holder, folder, {"priority": priority}) for priority in (0, 0, 5)
+    )
     holder.call("grow", 100)
     wait_for(folder, low, 60)
     wait_for(folder, high, 60)
@@ -65,23 +73,32 @@ def test_a_higher_priority_comes_before_who_came_first(processes: Processes, fol
     assert low.answer() == 60
 
 
-def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Processes, folder: str) -> None:
+def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(
+    processes: Processes, folder: str
+) -> None:
     holder, behind = processes.start(Holder, folder), processes.start(Holder, folder)
     late = processes.start(Holder, folder, {"name": "late", "deadline_seconds": 0.2})
     holder.call("grow", 70)
     wait_for(folder, late, 40)
     behind.begin("wait", 30)
-    with pytest.raises(DeviceMemoryError, match=r"waited 0.2 s for 40 bytes of GPU-1; its processes share 100") as caught:
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"waited 0.2 s for 40 bytes of GPU-1; its processes share 100",
+    ) as caught:
         late.answer()
     lines = str(caught.value).splitlines()
     assert any(f"{holder.pid:>8}" in line and line.split()[-2:] == ["70", "0"] for line in lines)
     assert any("late (this one)" in line and line.split()[-2:] == ["0", "40"] for line in lines)
     assert behind.answer() == 30  # nobody is before it any more
-    with pytest.raises(DeviceMemoryError, match="needs 101 bytes of GPU-1, but all its processes share 100"):
+    with pytest.raises(
+        DeviceMemoryError, match="needs 101 bytes of GPU-1, but all its processes share 100"
+    ):
         Lease("GPU-1", 100, folder=folder).wait(101)
 
 
-def test_killed_at_every_line(processes: Processes, folder: str, counted: Callable[[str], None]) -> None:
+def test_killed_at_every_line(
+    processes: Processes, folder: str, counted: Callable[[str], None]
+) -> None:
     other = Lease("GPU-1", 100, folder=folder)
     lines = processes.start(Doomed, folder).call("die_at", -1)
     points = range(1, lines + 1, 1 if os.environ.get("SWEEP") == "all" else 4)
@@ -95,16 +112,22 @@ def test_killed_at_every_line(processes: Processes, folder: str, counted: Callab
         assert [holder.is_mine for holder in other.snapshot().holders] == [True]
         other.settle(0)
     assert lines > 100
-    counted(f"leases: killed at {len(points)} of {lines} lines of taking and giving back, the bytes free at once")
+    counted(
+        f"leases: killed at {len(points)} of {lines} lines of taking and giving back, the bytes "
+        "free at once"
+    )
 
 
-def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes: Processes, folder: str) -> None:
+def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(
+    processes: Processes, folder: str
+) -> None:
     holder, first, second = (processes.start(Holder, folder) for _ in range(3))
     holder.call("grow", 60)
     wait_for(folder, first, 90)
     second.begin("wait", 40)
     assert second.is_busy()
-    with Ledger.of(folder, "GPU-1").turn():  # so that it is between two looks, not in the middle of one
+    # so that it is between two looks, not in the middle of one
+    with Ledger.of(folder, "GPU-1").turn():
         first.stop()
     assert second.answer() == 40
     first.go_on()
@@ -122,7 +145,14 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
     stopped = processes.start(Holder, folder)
     stopped.begin("stop_in_turn")
     assert stopped.is_stopped()
-    with pytest.raises(PlacementError, match=rf"process {stopped.pid} has kept .* locked for .* and may be stopped"):
+    with pytest.raises(
+        PlacementError,
+        match=rf"process {stopped.pid} has kept .* "
+        r"locked "
+        r"for "
+        r".* "
+        r"and may be stopped",
+    ):
         mine.grow(60)
     mine.settle(20)
     assert held(folder)[os.getpid()] == 20
@@ -162,7 +192,9 @@ def _on_a_full_file_system(folder: str) -> Holder:
     return Holder(folder)
 
 
-def test_a_file_that_was_removed_is_made_anew_with_what_is_held(processes: Processes, folder: str) -> None:
+def test_a_file_that_was_removed_is_made_anew_with_what_is_held(
+    processes: Processes, folder: str
+) -> None:
     first, second = processes.start(Holder, folder), processes.start(Holder, folder)
     first.call("grow", 70)
     second.call("grow", 30)
@@ -180,7 +212,8 @@ def test_a_file_that_was_removed_is_made_anew_with_what_is_held(processes: Proce
 def test_a_lock_that_this_process_lost_is_taken_again(folder: str) -> None:
     lease, other = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
     assert lease.grow(60)
-    Ledger.of(folder, "GPU-1").path.read_bytes()  # closes a descriptor of the file: POSIX drops every lock of the process on it
+    # closes a descriptor of the file: POSIX drops every lock of the process on it
+    Ledger.of(folder, "GPU-1").path.read_bytes()
     assert held(folder) == {}
     assert lease.grow(70)
     assert other.grow(30)
@@ -188,11 +221,17 @@ def test_a_lock_that_this_process_lost_is_taken_again(folder: str) -> None:
 
 
 def test_leases_of_one_process_are_told_apart_and_end_with_their_object(folder: str) -> None:
-    first, second = Lease("GPU-1", 100, folder=folder, name="a"), Lease("GPU-1", 100, folder=folder, name="b")
+    first, second = (
+        Lease("GPU-1", 100, folder=folder, name="a"),
+        Lease("GPU-1", 100, folder=folder, name="b"),
+    )
     assert first.grow(60)
     assert not second.grow(41)
     seen = second.snapshot()
-    assert [(each.name, each.held_bytes, each.is_mine) for each in seen.holders] == [("a", 60, False), ("b", 0, True)]
+    assert [(each.name, each.held_bytes, each.is_mine) for each in seen.holders] == [
+        ("a", 60, False),
+        ("b", 0, True),
+    ]
     assert seen.others_bytes == 60
     del first
     assert second.grow(100)
@@ -266,7 +305,10 @@ def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> Non
 
 def test_the_largest_claim_and_the_longest_note_leave_their_neighbours_alone(folder: str) -> None:
     names = ["neighbour", "\x01" * 200, "from the environment \udcff"]
-    held = [Lease("GPU-1", MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31)) for name in names]
+    held = [
+        Lease("GPU-1", MAX_BYTES - 1, folder=folder, name=name, priority=-(1 << 31))
+        for name in names
+    ]
     for lease, nbytes in zip(held, (7, MAX_BYTES - 1, 9), strict=True):
         lease.settle(nbytes)
     held[0].settle(8)

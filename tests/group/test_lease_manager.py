@@ -1,5 +1,5 @@
-"""Managers that share a GPU under leases: what a phase waits for, what it holds in the meantime, and what is left when it does not get
-it."""
+"""Managers that share a GPU under leases: what a phase waits for, what it holds in the meantime,
+and what is left when it does not get it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[GpuSharer]:
-    """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer 66."""
-    trainer = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
+    """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer
+    66."""
+    # a test that fails in the middle must end
+    trainer = GpuSharer(str(tmp_path), lease_deadline_seconds=20.0)
     trainer.work()
     yield trainer
     if not trainer.manager.snapshot().phases:
@@ -43,7 +45,9 @@ def worker(tmp_path: Path) -> Iterator[GpuSharer]:
 
 def other(tmp_path: Path, nbytes: int = 0) -> Lease:
     """What another process there would have, which uses none of it."""
-    lease = Lease(f"simulated{tmp_path / 'capacity'}", CAPACITY, folder=tmp_path / "leases", name="other")
+    lease = Lease(
+        f"simulated{tmp_path / 'capacity'}", CAPACITY, folder=tmp_path / "leases", name="other"
+    )
     lease.settle(nbytes)
     return lease
 
@@ -73,7 +77,9 @@ def until_waiting(worker: GpuSharer) -> int:
 
 def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_path: Path) -> None:
     assert worker.held_bytes() == (0, 0)
-    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [("trainer node0/rank0", True)]
+    assert [(each.name, each.is_mine) for each in lease_of(worker.manager).holders] == [
+        ("trainer node0/rank0", True)
+    ]
     with worker.manager.phase("log_prob") as step:
         assert worker.held_bytes() == (ACTOR, ACTOR)
         assert worker.manager.snapshot().budget_bytes <= ACTOR
@@ -106,11 +112,20 @@ def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path
     worker.manager.close()
 
 
-def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
+def test_what_is_not_granted_in_time_leaves_everything_as_it_was(
+    worker: GpuSharer, tmp_path: Path
+) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     impatient(worker)
     with worker.manager.phase("log_prob") as step:
-        with pytest.raises(DeviceMemoryError, match=r"phase 'train' waited 0.05 s for 270,336 bytes.*\n.*\n.*\n +other ") as caught:
+        with pytest.raises(
+            DeviceMemoryError,
+            match=r"phase 'train' waited 0.05 "
+            r"s "
+            r"for "
+            r"270,336 "
+            r"bytes.*\n.*\n.*\n +other ",
+        ) as caught:
             step.switch("train")
         assert not getattr(caught.value, "__notes__", [])
         assert step.name == "log_prob"
@@ -123,7 +138,9 @@ def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuShar
     assert_nothing_resident(worker.manager)
 
 
-def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_took_meanwhile_is_not_there_to_go_back_to(
+    worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     impatient(worker)
     refusal = Lease._refusal
@@ -147,16 +164,23 @@ def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer
     assert_nothing_resident(worker.manager)
 
 
-def test_a_way_back_that_gave_way_in_vain_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had on the device before it gave way does not come back either: another process has leased that memory meanwhile."""
+def test_a_way_back_that_gave_way_in_vain_loads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had on the device before it gave way does not come back either: another process has
+    leased that memory meanwhile."""
     device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
     phases = {"both": ("actor", "ref"), "one": ("actor",)}
-    manager = Manager(device=device, leases=str(tmp_path / "leases"), lease_deadline_seconds=0.3, phases=phases)
+    manager = Manager(
+        device=device, leases=str(tmp_path / "leases"), lease_deadline_seconds=0.3, phases=phases
+    )
     models = [nn.Linear(32 * CHUNK // 1024, 256) for _ in range(2)]
     for name, model in zip(("actor", "ref"), models, strict=True):
         manager.register(name, model, role=name)
     taken, refusal = other(tmp_path), Lease._refusal
-    monkeypatch.setattr(Lease, "_refusal", lambda *given: (taken.settle(CAPACITY * 9 // 10), refusal(*given))[1])
+    monkeypatch.setattr(
+        Lease, "_refusal", lambda *given: (taken.settle(CAPACITY * 9 // 10), refusal(*given))[1]
+    )
     with manager.phase("both"):
         with pytest.raises(PlacementError), manager.phase("one", only=["ref", "actor"]):
             taken.settle(CAPACITY * 6 // 10)
@@ -219,7 +243,9 @@ def test_a_move_that_fails_gives_back_what_it_had_leased(tmp_path: Path, gives_w
     manager.close()
 
 
-def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_it_waits_leaves_nothing_behind(
+    worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = other(tmp_path, CAPACITY)
 
     def interrupt() -> None:
@@ -236,9 +262,14 @@ def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: GpuSharer, tm
     worker.work()
 
 
-def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: GpuSharer, tmp_path: Path) -> None:
-    kept_by_framework = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
-    chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
+def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(
+    worker: GpuSharer, tmp_path: Path
+) -> None:
+    kept_by_framework = SimulatedDevice(
+        CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity"
+    )
+    # a process that takes no lease, or one that is still being cleared away
+    chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]
     working = in_thread(worker.work)
     assert until_waiting(worker) == 0
     chunks.clear()
@@ -246,7 +277,10 @@ def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: Gp
     working.result(30)
     chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]
     impatient(worker)
-    with pytest.raises(DeviceMemoryError, match="a process without a lease uses it"), worker.manager.phase("train"):
+    with (
+        pytest.raises(DeviceMemoryError, match="a process without a lease uses it"),
+        worker.manager.phase("train"),
+    ):
         pass
     chunks.clear()
 
@@ -270,7 +304,9 @@ class Caching(SimulatedDevice):
         self.cached_bytes = 0
 
 
-def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_them(tmp_path: Path) -> None:
+def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_them(
+    tmp_path: Path,
+) -> None:
     device = Caching(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
     device.cached_bytes = 5 * CHUNK
     manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25)
@@ -305,14 +341,19 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
     manager.close()
 
 
-def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_afterwards(tmp_path: Path) -> None:
+def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_afterwards(
+    tmp_path: Path,
+) -> None:
     device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
-    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25, phases={"again": ("actor",)})
+    manager = Manager(
+        device=device, leases=str(tmp_path / "leases"), headroom=0.25, phases={"again": ("actor",)}
+    )
     model, lease = nn.Linear(256, 128), other(tmp_path)
     manager.register("actor", model, role="actor")
     with manager.phase("log_prob"):
         pass
-    with manager.phase("log_prob") as step:  # now it is known that it needs nothing beside its handles
+    # now it is known that it needs nothing beside its handles
+    with manager.phase("log_prob") as step:
         lease.settle(CAPACITY - ACTOR)
         threading.Timer(0.1, lease.settle, (0,)).start()
         step.switch("again")  # for the headroom of this one it has to give way
@@ -326,7 +367,9 @@ def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_pa
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
     engine, model = Own(shared, weights="discard", tag_bytes=sizes), nn.Linear(8, 8)
     device = SimulatedDevice(ENGINES_CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
-    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.0, lease_deadline_seconds=20.0)
+    manager = Manager(
+        device=device, leases=str(tmp_path / "leases"), headroom=0.0, lease_deadline_seconds=20.0
+    )
     actor = manager.register("actor", model, role="actor")
     manager.register("rollout", engine, role="rollout")
     other = Lease(f"simulated{shared}", ENGINES_CAPACITY, folder=tmp_path / "leases")
@@ -364,7 +407,10 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
     working = in_thread(worker.work)
     until_waiting(worker)
     value_of = make_registry(worker.manager.snapshot).get_sample_value
-    found = {name: value_of(f"placement_lease_{name}") for name in ("wanted_bytes", "others_bytes", "bytes", "capacity_bytes", "processes")}
+    found = {
+        name: value_of(f"placement_lease_{name}")
+        for name in ("wanted_bytes", "others_bytes", "bytes", "capacity_bytes", "processes")
+    }
     assert [*found.values()] == [ACTOR, 90 * CHUNK, 0, CAPACITY, 2]
     lease.close()
     working.result(30)
@@ -375,7 +421,14 @@ def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> No
 
 
 def test_a_device_that_nobody_else_can_use_has_no_leases(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError, match=r"device 'simulated' is private to this process; give a SimulatedDevice shared_with="):
+    with pytest.raises(
+        PlacementError,
+        match=r"device 'simulated' is private to "
+        r"this "
+        r"process; "
+        r"give "
+        r"a SimulatedDevice shared_with=",
+    ):
         Manager(device=SimulatedDevice(1 << 20), leases=str(tmp_path))
 
 

@@ -1,4 +1,5 @@
-"""Managers that change phase together: whatever one rank fails in, all hear of it at once, go back, and meet in the next step."""
+"""Managers that change phase together: whatever one rank fails in, all hear of it at once, go back,
+and meet in the next step."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_three_ranks_whose_moves_fail_differently() -> None:
     found = on_all(ranks, lambda rank: rank.failures(lambda: rank.manager.enter("train")))
     first = set.intersection(*(set(failures) for failures in found))
     assert first, "all have the reason of the rank that failed first"
-    for own, (failures, kind) in enumerate(zip(found, ("DeviceMemoryError", "PolicyError", "InjectedFault"), strict=True)):
+    for own, (failures, kind) in enumerate(
+        zip(found, ("DeviceMemoryError", "PolicyError", "InjectedFault"), strict=True)
+    ):
         assert {*failures} == {own, *first}
         assert failures[own].startswith(kind)
     meet(ranks)
@@ -63,7 +66,11 @@ class Frozen(Exception):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("error", [ZeroDivisionError("the user's"), Frozen(7), GroupError("of another group", {0: "x"})], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("the user's"), Frozen(7), GroupError("of another group", {0: "x"})],
+    ids=repr,
+)
 def test_an_exception_of_the_user_on_one_rank(failing: int, error: Exception) -> None:
     """Through two of its phases, and through one of a manager with a group of its own."""
     ranks = ranks_of(2)
@@ -150,7 +157,11 @@ class Small:
 
     def __init__(self, group: Group, how: str, nbytes: int | None, rows: int) -> None:
         capacity = nbytes if how == "device" and nbytes is not None else 1 << 28
-        self.manager = Manager(device=SimulatedDevice(capacity), budget_bytes=nbytes if how == "budget" else None, group=group)
+        self.manager = Manager(
+            device=SimulatedDevice(capacity),
+            budget_bytes=nbytes if how == "budget" else None,
+            group=group,
+        )
         self.models = {name: nn.Linear(1024, rows, bias=False) for name in ("actor", "ref")}
         for name, model in self.models.items():
             self.manager.register(name, model, role=name)
@@ -167,7 +178,10 @@ class Small:
 def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small: int) -> None:
     rows = 256 if "enough" in how else 1024
     how = "device" if how == "device" else "budget"
-    ranks = [Small(group, how, 6 << 20, rows) if group.rank == small else Small(group, how, None, 1024) for group in groups_of(3)]
+    ranks = [
+        Small(group, how, 6 << 20, rows) if group.rank == small else Small(group, how, None, 1024)
+        for group in groups_of(3)
+    ]
     for told in in_threads(*(rank.told for rank in ranks)):
         assert list(told.failures) == [small]
         number = 6 << 20 if how == "budget" else int((6 << 20) * 0.8)
@@ -211,26 +225,48 @@ def entered_twice(rank: Rank) -> None:
 
 
 ENTRIES: dict[str, tuple[Callable[[Rank], object], str]] = {
-    "policy, idle": (lambda rank: policy_fails(rank, "idle"), "PolicyError: policy 'colocated' failed on phase 'idle'"),
-    "policy, train": (lambda rank: policy_fails(rank, "train"), "PolicyError: policy 'colocated' failed on phase 'train'"),
-    "graph": (a_graph_is_captured, "PhaseError: phases cannot change while a graph is being captured"),
+    "policy, idle": (
+        lambda rank: policy_fails(rank, "idle"),
+        ("PolicyError: policy 'colocated' failed on phase 'idle'"),
+    ),
+    "policy, train": (
+        lambda rank: policy_fails(rank, "train"),
+        ("PolicyError: policy 'colocated' failed on phase 'train'"),
+    ),
+    "graph": (
+        a_graph_is_captured,
+        ("PhaseError: phases cannot change while a graph is being captured"),
+    ),
     "interrupt": (interrupted, "KeyboardInterrupt: "),
     "driver": (memory_cannot_be_asked, "RuntimeError: the driver does not answer"),
     "entered twice": (entered_twice, "PhaseError: phase 'train' was entered before"),
     "no name": (lambda rank: enter(rank, 3), "TypeError: a phase has a string for a name, not 3"),
-    "one string": (lambda rank: enter(rank, only="actor"), "TypeError: only= takes a list of names"),
+    "one string": (
+        lambda rank: enter(rank, only="actor"),
+        ("TypeError: only= takes a list of names"),
+    ),
     "unknown phase": (lambda rank: enter(rank, "no such phase"), "is about to enter no such phase"),
-    "unknown handle": (lambda rank: enter(rank, only=["critic"]), "is about to enter train only=critic"),
+    "unknown handle": (
+        lambda rank: enter(rank, only=["critic"]),
+        ("is about to enter train only=critic"),
+    ),
 }
 
 
-@pytest.mark.parametrize(("failing", "how"), [(number % 2, how) for number, how in enumerate(ENTRIES)])
+@pytest.mark.parametrize(
+    ("failing", "how"), [(number % 2, how) for number, how in enumerate(ENTRIES)]
+)
 def test_an_entry(how: str, failing: int) -> None:
     refuse, reason = ENTRIES[how]
     ranks = ranks_of(2)
     meet(ranks)
     before = ranks[0].group.epoch
-    found = on_all(ranks, lambda rank: rank.failures(lambda: refuse(rank) if rank.group.rank == failing else enter(rank)))
+    found = on_all(
+        ranks,
+        lambda rank: rank.failures(
+            lambda: refuse(rank) if rank.group.rank == failing else enter(rank)
+        ),
+    )
     for failures in found:
         assert failures[failing].startswith(reason)
     assert [rank.group.epoch for rank in ranks] == [before + 1] * 2
@@ -256,9 +292,18 @@ def switch_to_what_has_no_plan(rank: Rank, step: Any) -> None:
 
 
 SWITCHES: dict[str, tuple[Callable[[Rank, Any], None], str]] = {
-    "one open inside": (switch_with_one_open_inside, "PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
-    "no name": (lambda rank, step: step.switch(5), "TypeError: a phase has a string for a name, not 5"),
-    "policy": (switch_to_what_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'eval'"),
+    "one open inside": (
+        switch_with_one_open_inside,
+        ("PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
+    ),
+    "no name": (
+        lambda rank, step: step.switch(5),
+        ("TypeError: a phase has a string for a name, not 5"),
+    ),
+    "policy": (
+        switch_to_what_has_no_plan,
+        ("PolicyError: policy 'colocated' failed on phase 'eval'"),
+    ),
 }
 
 
@@ -293,7 +338,8 @@ def failures_or_own(rank: Rank, do: Callable[[], Any]) -> dict[int, str]:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_leave(failing: int) -> None:
-    """Of the outer phase, with one open inside. The others leave the inner one in the meantime; all of them come out, and meet again."""
+    """Of the outer phase, with one open inside. The others leave the inner one in the meantime; all
+    of them come out, and meet again."""
     ranks = ranks_of(2)
 
     def body(rank: Rank) -> tuple[dict[int, str], bool]:
@@ -308,7 +354,9 @@ def test_a_leave(failing: int) -> None:
         return found, any(rank.step() == "done" for _ in range(3))
 
     for failures, is_done in on_all(ranks, body):
-        assert failures[failing].startswith("PhaseError: cannot leave: phase 'checkpoint' is open inside")
+        assert failures[failing].startswith(
+            "PhaseError: cannot leave: phase 'checkpoint' is open inside"
+        )
         assert is_done
     assert len({rank.group.epoch for rank in ranks}) == 1
 
@@ -317,10 +365,14 @@ def test_a_leave(failing: int) -> None:
 
 
 def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train") -> list[Any]:
-    """Every rank enters a phase but those that skip it; the others find that out at a short deadline."""
+    """Every rank enters a phase but those that skip it; the others find that out at a short
+    deadline."""
     for rank in ranks:
         rank.group.deadline_seconds = SHORT_SECONDS if without else AMPLE_SECONDS
-    return on_all(ranks, lambda rank: None if rank.group.rank in without else rank.tried(lambda: enter(rank, name)))
+    return on_all(
+        ranks,
+        lambda rank: None if rank.group.rank in without else rank.tried(lambda: enter(rank, name)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,8 +398,11 @@ def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
 
 
 @pytest.mark.parametrize(("transition", "late"), [("switch", 0), ("leave", 1)])
-def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transition: str, late: int) -> None:
-    """There is nothing that it can have skipped; so all of them are out of the phase, and at the same epoch."""
+def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(
+    transition: str, late: int
+) -> None:
+    """There is nothing that it can have skipped; so all of them are out of the phase, and at the
+    same epoch."""
     ranks = ranks_of(2)
     given_up = threading.Event()
 

@@ -1,4 +1,5 @@
-"""The protocol between ranks, with ranks as threads over a store in memory, or one rank over a board on paper.
+"""The protocol between ranks, with ranks as threads over a store in memory, or one rank over a
+board on paper.
 
 And a torch store as the board of a group: what it does, and what it does when it does not answer.
 """
@@ -70,7 +71,9 @@ def test_keys_do_not_pile_up() -> None:
     assert store.num_keys() < 30
 
 
-@pytest.mark.parametrize(("rank", "world_size", "deadline"), [(2, 2, 1.0), (-1, 2, 1.0), (0, 1, 0.0), (0, 1, -1.0)])
+@pytest.mark.parametrize(
+    ("rank", "world_size", "deadline"), [(2, 2, 1.0), (-1, 2, 1.0), (0, 1, 0.0), (0, 1, -1.0)]
+)
 def test_plain_mistakes(rank: int, world_size: int, deadline: float) -> None:
     with pytest.raises(ValueError, match=r"rank|deadline_seconds"):
         StoreGroup(dist.HashStore(), rank, world_size, deadline)
@@ -105,7 +108,10 @@ class Paper(Board):
 
     def proposals(self, *ranks: int) -> None:
         for rank in ranks:
-            self.put(f"placement/g0/e0/proposal/{rank}", Proposal(action="enter train", budget_bytes=1).encode())
+            self.put(
+                f"placement/g0/e0/proposal/{rank}",
+                Proposal(action="enter train", budget_bytes=1).encode(),
+            )
 
 
 @pytest.fixture
@@ -116,12 +122,16 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
         board.now += seconds
 
     for module in (protocol, interrupts):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: board.now, sleep=sleep))
+        monkeypatch.setattr(
+            module, "time", SimpleNamespace(monotonic=lambda: board.now, sleep=sleep)
+        )
     return board
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)])
-def test_every_rank_gives_up_after_its_own_deadline_and_names_who_is_missing(rank: int, missing: int, paper: Paper) -> None:
+def test_every_rank_gives_up_after_its_own_deadline_and_names_who_is_missing(
+    rank: int, missing: int, paper: Paper
+) -> None:
     group = Group(paper, rank, 3, deadline_seconds=DEADLINE)
     paper.proposals(*({0, 1, 2} - {rank, missing}))
     assert told(lambda: group.propose("enter train", 1)) == {missing: "no proposal within 3 s"}
@@ -137,12 +147,15 @@ def test_rank_zero_is_named_where_everybody_else_has_spoken(what: str, paper: Pa
         group.propose("enter train", 1)
         paper.put("placement/g0/e0/vote/0", Vote(digest=protocol.digest_of(PLAN)).encode())
     began = paper.now
-    assert told(lambda: group.propose("enter train", 1) if what == "basis" else group.agree(PLAN)) == {0: "no answer within 3 s"}
+    assert told(
+        lambda: group.propose("enter train", 1) if what == "basis" else group.agree(PLAN)
+    ) == {0: "no answer within 3 s"}
     assert paper.now - began < DEADLINE + 3 * GRACE
 
 
 def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:
-    """The others have ended many epochs by then: the one that it asks for must not have been forgotten."""
+    """The others have ended many epochs by then: the one that it asks for must not have been
+    forgotten."""
     store = dist.HashStore()
     is_reached, may_go_on = threading.Event(), threading.Event()
 
@@ -164,7 +177,9 @@ def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:
         may_go_on.set()
         return 100
 
-    assert in_threads(goes_on, lambda: change(second), lambda: change(late)) == [100] * 3, "rank 2 read another decision"
+    assert in_threads(goes_on, lambda: change(second), lambda: change(late)) == [100] * 3, (
+        "rank 2 read another decision"
+    )
 
 
 # --- reasons
@@ -173,7 +188,10 @@ def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:
 def test_a_rank_that_fails_when_the_others_have_gone_on_names_itself_as_well() -> None:
     first, second = groups_of(2, deadline_seconds=1.0)
     assert aborted(first, ValueError("the quick one")) == {0: "ValueError: the quick one"}
-    assert aborted(second, KeyError("the slow one")) == {0: "ValueError: the quick one", 1: "KeyError: 'the slow one'"}
+    assert aborted(second, KeyError("the slow one")) == {
+        0: ("ValueError: the quick one"),
+        1: ("KeyError: 'the slow one'"),
+    }
 
 
 def test_a_thousand_reasons_fit_into_one_message() -> None:
@@ -191,7 +209,13 @@ class Mute(Exception):
 
 @pytest.mark.parametrize(
     "error",
-    [Mute(), *map(ValueError, ("\udcff in a file's name", "\0" * 3000, "\u4e00" * 3000, '"' * 3000, "x" * 100_000))],
+    [
+        Mute(),
+        *map(
+            ValueError,
+            ("\udcff in a file's name", "\0" * 3000, "\u4e00" * 3000, '"' * 3000, "x" * 100_000),
+        ),
+    ],
     ids=["mute", "surrogate", "zeros", "wide", "quotes", "long"],
 )
 def test_any_text_of_an_exception_reaches_the_others(error: Exception) -> None:
@@ -207,11 +231,16 @@ def test_an_action_of_any_length_stays_different_from_others() -> None:
     long = "enter train only=" + ",".join(f"handle{number}" for number in range(3000))
     for one, other in ((long, f"{long},more"), ("enter \udcff", "enter \udcfe")):
         assert on_all(groups_of(2), lambda group: group.propose(one, 7).budget_bytes) == [7, 7]  # noqa: B023
-        for failures in on_all(groups_of(2), lambda group: told(lambda: group.propose((one, other)[group.rank], 7))):  # noqa: B023
+        for failures in on_all(
+            groups_of(2),
+            lambda group: told(lambda: group.propose((one, other)[group.rank], 7)),  # noqa: B023
+        ):
             assert len(failures) == 2
 
 
-@pytest.mark.parametrize("nonsense", [b"{}", b"no json", b'{"action": "x", "budget_bytes": 1, "code": "y"}'])
+@pytest.mark.parametrize(
+    "nonsense", [b"{}", b"no json", (b'{"action": "x", "budget_bytes": 1, "code": "y"}')]
+)
 def test_a_rank_that_is_not_understood_is_named(nonsense: bytes) -> None:
     groups = groups_of(2)
     groups[1]._board.put("placement/g0/e0/proposal/1", nonsense)
@@ -219,7 +248,8 @@ def test_a_rank_that_is_not_understood_is_named(nonsense: bytes) -> None:
 
 
 def test_two_processes_in_one_place_are_found_out() -> None:
-    """Only a board that was written by hand can show it: COMMIT stands, and this rank has not voted."""
+    """Only a board that was written by hand can show it: COMMIT stands, and this rank has not
+    voted."""
     group = groups_of(2)[1]
     group._board.claim("placement/g0/e0/decision", Decision(verdict="commit").encode())
     group.deadline_seconds = 0.05
@@ -274,12 +304,15 @@ def test_a_store_that_is_stopped_holds_nobody_past_the_deadline() -> None:
 
 
 def test_others_who_use_the_store_do_not_hold_the_group_up() -> None:
-    """A client of a TCPStore takes one call at a time: a wait of somebody else's on it would keep ours out."""
+    """A client of a TCPStore takes one call at a time: a wait of somebody else's on it would keep
+    ours out."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     shared = dist.TCPStore("127.0.0.1", server.port, None, False)
     before = shared.timeout
     group = StoreGroup(shared, 0, 1, 5.0)
-    waits = threading.Thread(target=lambda: shared.wait(["never"], timedelta(seconds=20)), daemon=True)
+    waits = threading.Thread(
+        target=lambda: shared.wait(["never"], timedelta(seconds=20)), daemon=True
+    )
     waits.start()
     assert change(group) == 100
     assert waits.is_alive()
@@ -290,7 +323,11 @@ def test_others_who_use_the_store_do_not_hold_the_group_up() -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
 def test_every_store_of_torch_is_a_board(kind: str, tmp_path: Any) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if kind in ("tcp", "prefix") else None
+    server = (
+        dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        if kind in ("tcp", "prefix")
+        else None
+    )
     stores: dict[str, Callable[[], Any]] = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
@@ -319,17 +356,34 @@ class Launched:
     def budgets(self) -> tuple[int, int]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         dist.init_process_group("gloo")
-        group, other = from_environment(deadline_seconds=30), from_environment("critic", deadline_seconds=30)
+        group, other = (
+            from_environment(deadline_seconds=30),
+            from_environment("critic", deadline_seconds=30),
+        )
         dist.destroy_process_group()
-        return group.propose("enter train", 7).budget_bytes, other.propose("enter values", 8).budget_bytes
+        return group.propose("enter train", 7).budget_bytes, other.propose(
+            "enter values", 8
+        ).budget_bytes
 
 
-def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group(processes: Processes) -> None:
+def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group(
+    processes: Processes,
+) -> None:
     assert processes.start(Launched).call("budgets") == (7, 8)
 
 
 def test_a_server_in_this_process_lives_as_long_as_the_group() -> None:
-    group = StoreGroup(dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False), 0, 1, 5.0)
+    group = StoreGroup(
+        dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False),
+        0,
+        1,
+        5.0,
+    )
     assert change(group) == 100

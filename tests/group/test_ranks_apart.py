@@ -1,6 +1,8 @@
-"""Ranks whose handles or rollout engines are not where the others' are: all make a phase transition, or none, and they go on together.
+"""Ranks whose handles or rollout engines are not where the others' are: all make a phase
+transition, or none, and they go on together.
 
-And groups that are made anew: after a rank was restarted, and after a decision that could not be read.
+And groups that are made anew: after a rank was restarted, and after a decision that could not be
+read.
 """
 
 from __future__ import annotations
@@ -47,15 +49,25 @@ def step(rank: Rank) -> str:
 
 @pytest.mark.parametrize("budget_bytes", [None, TIGHT_BYTES], ids=["room", "tight"])
 @pytest.mark.parametrize("policy", KEEPING)
-def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(policy: str, budget_bytes: int | None) -> None:
+def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(
+    policy: str, budget_bytes: int | None
+) -> None:
     """It has nothing on the device, and knows no cycle of phases."""
     store, settings = dist.HashStore(), {"policy": policy, "budget_bytes": budget_bytes}
     ranks = ranks_of(WORLD, store=store, **settings)
     for _ in range(3):
         assert on_all(ranks, step) == ["done"] * WORLD
     ranks[1].manager.close()
-    groups = in_threads(*(lambda rank=rank: StoreGroup(store, rank, WORLD, 20.0, generation=1) for rank in range(WORLD)))
-    in_threads(lambda: ranks[0].manager.rejoin(groups[0]), lambda: ranks.__setitem__(1, Rank(groups[1], **settings)))
+    groups = in_threads(
+        *(
+            lambda rank=rank: StoreGroup(store, rank, WORLD, 20.0, generation=1)
+            for rank in range(WORLD)
+        )
+    )
+    in_threads(
+        lambda: ranks[0].manager.rejoin(groups[0]),
+        lambda: ranks.__setitem__(1, Rank(groups[1], **settings)),
+    )
     for _ in range(4):
         assert on_all(ranks, step) == ["done"] * WORLD
     for rank in ranks:
@@ -76,13 +88,16 @@ def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(polic
         return "done"
 
     for gives_up in (None, 1, None, 0, None):
-        assert on_all(ranks, lambda rank, gives_up=gives_up: step(rank, gives_up)) == ["done"] * WORLD  # type: ignore[misc]
+        assert (
+            on_all(ranks, lambda rank, gives_up=gives_up: step(rank, gives_up)) == ["done"] * WORLD
+        )  # type: ignore[misc]
     assert [parameter.grad for rank in ranks for parameter in rank.actor.parameters()] == [None] * 4
 
 
 @pytest.mark.parametrize(("operation", "at"), [("sync", 3), ("host", 1), ("map", 3)])
 def test_a_failed_change_leaves_no_cycle_that_holds_tensors(operation: str, at: int) -> None:
-    """Else the gradients of the step before stay alive, and an audit finds references to them, until garbage is collected."""
+    """Else the gradients of the step before stay alive, and an audit finds references to them,
+    until garbage is collected."""
     (rank,) = ranks_of(1)
 
     def step(*, fails: bool) -> str:
@@ -116,9 +131,14 @@ class Shard:
         self.batch = torch.ones(2, width)
         self.actor = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
         self.adam = torch.optim.Adam(self.actor.parameters())
-        group, device = StoreGroup(store, rank, WORLD, 20.0), SimulatedDevice(256 * CHUNK, chunk_bytes=CHUNK)
+        group, device = (
+            StoreGroup(store, rank, WORLD, 20.0),
+            SimulatedDevice(256 * CHUNK, chunk_bytes=CHUNK),
+        )
         settings = {"budget_bytes": 60 * CHUNK, "streamed_bucket_bytes": 2 * CHUNK}
-        self.manager = Manager(device=device, policy="resident(optimizer_in='streamed')", group=group, **settings)  # type: ignore[arg-type]
+        self.manager = Manager(
+            device=device, policy="resident(optimizer_in='streamed')", group=group, **settings
+        )  # type: ignore[arg-type]
         self.manager.register("actor", self.actor, role="actor")
         self.manager.register("adam", self.adam)
 
@@ -169,7 +189,12 @@ class Engine(TaggedEngine):
     """It counts its own bytes. `refuses`: the method that fails next, and with what."""
 
     def __init__(self, more_bytes: int = 0) -> None:
-        super().__init__(tags=TAGS, weights="keep", tag_bytes={"weights": _WEIGHTS, "kv_cache": _KV_CACHE + more_bytes}, verify="answer")
+        super().__init__(
+            tags=TAGS,
+            weights="keep",
+            tag_bytes={"weights": _WEIGHTS, "kv_cache": _KV_CACHE + more_bytes},
+            verify="answer",
+        )
         self.refuses: tuple[str, Exception] | None = None
 
     def _ask(self, method: str) -> None:
@@ -196,11 +221,20 @@ class Engine(TaggedEngine):
 class Serving:
     """An actor with SGD, and an engine of which this rank may have a larger one."""
 
-    def __init__(self, store: dist.Store, rank: int, policy: str, budget_bytes: int | None = None, more_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        policy: str,
+        budget_bytes: int | None = None,
+        more_bytes: int = 0,
+    ) -> None:
         torch.manual_seed(0)
         self.rank, self.group = rank, StoreGroup(store, rank, WORLD, deadline_seconds=20.0)
         self.device = Faults(SimulatedDevice(64 << 20))
-        self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, group=self.group)
+        self.manager = Manager(
+            device=self.device, policy=policy, budget_bytes=budget_bytes, group=self.group
+        )
         self.actor, self.engine = nn.Linear(_WIDTH, _WIDTH), Engine(more_bytes * rank)
         self.sgd = torch.optim.SGD(self.actor.parameters())
         self.manager.register("actor", self.actor, role="actor")
@@ -219,7 +253,8 @@ class Serving:
         return "done"
 
     def step(self, within: Within = lambda rank, phase: None) -> str:
-        """A rollout, with `within` in it, then training and a sync. Returns what it raised, or "done"."""
+        """A rollout, with `within` in it, then training and a sync. Returns what it raised, or
+        "done"."""
         try:
             with self.manager.phase("rollout") as phase:
                 self.bodies.append("rollout")
@@ -243,8 +278,13 @@ def together(ranks: list[Serving], do: Callable[[Serving], str]) -> list[str]:
 
 
 def _happens(event: str, chance: random.Random) -> Callable[[Serving, Phase], None]:
-    """What happens in the rollout of one rank. Faults come later, in one of the phase transitions of the step."""
-    method, operation, at = chance.choice(["drain", "offload", "load"]), chance.choice(["create", "map", "copy"]), chance.randint(1, 6)
+    """What happens in the rollout of one rank. Faults come later, in one of the phase transitions
+    of the step."""
+    method, operation, at = (
+        chance.choice(["drain", "offload", "load"]),
+        chance.choice(["create", "map", "copy"]),
+        chance.randint(1, 6),
+    )
 
     def happens(rank: Serving, phase: Phase) -> None:
         if event == "gives up":
@@ -268,18 +308,36 @@ def _mended(rank: Serving) -> str:
     return rank.sync()
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))]
+)
 def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> None:
     chance = random.Random(seed)
-    policy = chance.choice(["colocated", "cyclic", "resident", "colocated('streamed')", "resident(optimizer_in='streamed')"])
-    settings = {"budget_bytes": chance.choice([None, 6_310_000, 8_500_000]), "more_bytes": chance.choice([0, 1 << 16, 1 << 19])}
+    policy = chance.choice(
+        [
+            "colocated",
+            "cyclic",
+            "resident",
+            "colocated('streamed')",
+            "resident(optimizer_in='streamed')",
+        ]
+    )
+    settings = {
+        "budget_bytes": chance.choice([None, 6_310_000, 8_500_000]),
+        "more_bytes": chance.choice([0, 1 << 16, 1 << 19]),
+    }
     store = dist.HashStore()
     ranks = on_all(range(WORLD), lambda rank: Serving(store, rank, policy, **settings))
     for _ in range(8):
-        unlucky, event = chance.randrange(WORLD), chance.choice(["nothing", "gives up", "has ended", "refuses", "device fails"])
+        unlucky, event = (
+            chance.randrange(WORLD),
+            chance.choice(["nothing", "gives up", "has ended", "refuses", "device fails"]),
+        )
         happens = _happens(event, chance)
 
-        def within(rank: Serving, phase: Phase, unlucky: int = unlucky, happens: Within = happens) -> None:
+        def within(
+            rank: Serving, phase: Phase, unlucky: int = unlucky, happens: Within = happens
+        ) -> None:
             if rank.rank == unlucky:
                 happens(rank, phase)
 
@@ -339,7 +397,9 @@ def service() -> Iterator[StoreService]:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_was_killed_and_restarted_goes_on_with_the_others(killed: int, service: StoreService, processes: Processes) -> None:
+def test_a_rank_that_was_killed_and_restarted_goes_on_with_the_others(
+    killed: int, service: StoreService, processes: Processes
+) -> None:
     ranks = [processes.start(Member, service.port, rank, 0) for rank in range(MEMBERS)]
 
     def tell(ranks: list[Any], method: str, *arguments: Any) -> list[Any]:
@@ -354,7 +414,14 @@ def test_a_rank_that_was_killed_and_restarted_goes_on_with_the_others(killed: in
     others = [rank for number, rank in enumerate(ranks) if number != killed]
     for rank in others:
         rank.begin("leave")
-    with pytest.raises(GroupError, match=rf"rank {killed} was restarted: its place is taken.*pass it to manager.rejoin\(group\)"):
+    with pytest.raises(
+        GroupError,
+        match=rf"rank {killed} was restarted: its "
+        r"place "
+        r"is "
+        r"taken.*pass "
+        r"it to manager.rejoin\(group\)",
+    ):
         processes.start(Member, service.port, killed, 0)
     for rank in others:
         told = rank.answer()
@@ -395,7 +462,10 @@ class CutAtTheDecision(StoreGroup):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) -> None:
     store = dist.HashStore()
-    ranks = [Rank((CutAtTheDecision if rank == lost else StoreGroup)(store, rank, 2, 1.0)) for rank in range(2)]
+    ranks = [
+        Rank((CutAtTheDecision if rank == lost else StoreGroup)(store, rank, 2, 1.0))
+        for rank in range(2)
+    ]
 
     def body(rank: Rank) -> str:
         try:
@@ -409,7 +479,8 @@ def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) 
     assert "the prepared move is kept" in found[lost]
     assert "pass it to manager.rejoin(group)" in found[lost]
     assert found[1 - lost].startswith("GroupError")
-    assert ranks[lost].manager.handles["actor"].state is State.GPU_RESIDENT  # prepared, and not decided
+    # prepared, and not decided
+    assert ranks[lost].manager.handles["actor"].state is State.GPU_RESIDENT
     assert "manager.rejoin" in body(ranks[lost])
     again = on_all(range(2), lambda rank: StoreGroup(store, rank, 2, 30.0, generation=1))
     for rank, group in zip(ranks, again, strict=True):
@@ -432,7 +503,10 @@ def test_where_it_cannot_be_done_the_old_group_stays() -> None:
     store = dist.HashStore()
     rank = Rank(StoreGroup(store, 0, 1, 5.0))
     anew = StoreGroup(store, 0, 1, 5.0, generation=1)
-    with rank.manager.phase("train"), pytest.raises(PhaseError, match=r"phase 'train' is open; leave it before rejoin\(\)"):
+    with (
+        rank.manager.phase("train"),
+        pytest.raises(PhaseError, match=r"phase 'train' is open; leave it before rejoin\(\)"),
+    ):
         rank.manager.rejoin(anew)
     with pytest.raises(ValueError, match="group must be"):
         rank.manager.rejoin("ranks")  # type: ignore[arg-type]

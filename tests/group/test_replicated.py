@@ -1,4 +1,5 @@
-"""Replicated handles: one host copy for the ranks of a machine, loaded by all of them together. Real processes over gloo."""
+"""Replicated handles: one host copy for the ranks of a machine, loaded by all of them together.
+Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 
 def check_shares(seen: list[dict[str, Any]], chunk_bytes: int = 0) -> None:
-    """One host copy in all, and no rank brought more than its share of it. `chunk_bytes` where those do not divide among the ranks."""
+    """One host copy in all, and no rank brought more than its share of it. `chunk_bytes` where
+    those do not divide among the ranks."""
     nbytes = seen[0]["bytes"]
     world_size = len(seen)
     num_uneven = nbytes // chunk_bytes + 1 if chunk_bytes else 1
-    slack = world_size * worker.PAGE * 2 * num_uneven  # whole pages, and what does not divide in a chunk
+    # whole pages, and what does not divide in a chunk
+    slack = world_size * worker.PAGE * 2 * num_uneven
     assert nbytes <= sum(each["host"] for each in seen) < nbytes + worker.PAGE
     for each in seen:
         assert abs(each["host"] - nbytes / world_size) < slack
@@ -58,7 +61,9 @@ def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(generation: 
 
 @pytest.mark.parametrize(("other", "name"), [(0, "body.0.bias"), (1, "bytes")])
 @on_ranks("ranks")
-def test_unequal_weights_are_refused_on_every_rank_by_name(generation: int, other: int, name: str) -> None:
+def test_unequal_weights_are_refused_on_every_rank_by_name(
+    generation: int, other: int, name: str
+) -> None:
     """One rank has another value; then all have the same ones."""
     rank = Rank(generation)
     changed = rank.ref.state_dict()[name].view(-1).view(torch.uint8)[-1:]
@@ -95,7 +100,9 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
     assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
-def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks, generation: int) -> None:
+def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
+    ranks: Ranks, generation: int
+) -> None:
     for told in ranks.run(part_worker.full, generation, "cpu", 1):
         assert len(told) == 2
         assert all("rank 1: DeviceMemoryError" in each for each in told)
@@ -107,7 +114,10 @@ def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
 ) -> None:
     cases = three.run(worker.faults, generation, failing)
     assert min(cases) > 20
-    counted(f"replicated handles, 3 ranks: every device call of rank {failing} fails once: {max(cases)} cases")
+    counted(
+        f"replicated handles, 3 ranks: every device call of rank {failing} fails once: "
+        f"{max(cases)} cases"
+    )
 
 
 @on_ranks("three")
@@ -143,8 +153,15 @@ def test_one_rank_leaves(generation: int) -> None:
 
 
 def test_a_rank_dies_while_all_load() -> None:
-    entering = {(2, "before put vote"): False, (0, "after put vote"): False, (1, "after put vote"): True, (0, "after put at"): True}
-    for ((victim, _), enters), results in zip(entering.items(), beside(worker.killed_in_load, [*entering]), strict=True):
+    entering = {
+        (2, "before put vote"): False,
+        (0, "after put vote"): False,
+        (1, "after put vote"): True,
+        (0, "after put at"): True,
+    }
+    for ((victim, _), enters), results in zip(
+        entering.items(), beside(worker.killed_in_load, [*entering]), strict=True
+    ):
         for entered, alone in results[:victim] + results[victim + 1 :]:
             assert entered == enters
             assert (alone or "").startswith("a collective failed") == enters
@@ -153,19 +170,26 @@ def test_a_rank_dies_while_all_load() -> None:
 @pytest.mark.parametrize("together", [True, False])
 @on_ranks("three")
 def test_rejoin(generation: int, together: bool) -> None:
-    """It is loaded by all ranks together as before; by each for itself where its new group has other ranks."""
+    """It is loaded by all ranks together as before; by each for itself where its new group has
+    other ranks."""
     rank = Rank(generation)
     rank.register()
-    storages = {each.data_ptr(): each.nbytes for each in [*rank.ref.parameters(), *rank.ref.buffers()]}
+    storages = {
+        each.data_ptr(): each.nbytes for each in [*rank.ref.parameters(), *rank.ref.buffers()]
+    }
     most_bytes = 0.6 * sum(storages.values())
     assert rank.load() < most_bytes
-    rank.manager.rejoin(group_of_all(generation + 10_000) if together else StoreGroup(dist.HashStore(), 0, 1, 20.0))
+    rank.manager.rejoin(
+        group_of_all(generation + 10_000) if together else StoreGroup(dist.HashStore(), 0, 1, 20.0)
+    )
     assert (rank.load() < most_bytes) == together
     assert rank.alone == (None if together else "the group was made anew with other ranks")
 
 
 def test_one_rank_alone_has_an_ordinary_handle() -> None:
-    manager = Manager(device=SimulatedDevice(1 << 20), group=StoreGroup(dist.HashStore(), 0, 1, 5.0))
+    manager = Manager(
+        device=SimulatedDevice(1 << 20), group=StoreGroup(dist.HashStore(), 0, 1, 5.0)
+    )
     model = torch.nn.Linear(8, 8)
     handle = manager.register("ref", model, role="ref", readonly=True, replicated=True)
     before = model.weight.data_ptr()
@@ -182,13 +206,15 @@ def test_it_needs_a_group() -> None:
     assert not manager.handles
 
 
-# --- what is trained in part: one host copy of the frozen weights, beside adapters that each rank trains
+# --- what is trained in part: one host copy of the frozen weights, beside adapters that each rank
+# trains
 
 _SIZE = 128
 
 
 class Adapted(nn.Module):
-    """A layer that is frozen, beside a trained one of low rank, and a buffer that every forward pass changes."""
+    """A layer that is frozen, beside a trained one of low rank, and a buffer that every forward
+    pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,12 +249,15 @@ class Actor(nn.Module):
 
 
 class Tuning(trained_worker.Rank):
-    """An actor and its optimizer, of which the actor is replicated, and a twin of both that is not placed. Every rank trains alone."""
+    """An actor and its optimizer, of which the actor is replicated, and a twin of both that is not
+    placed. Every rank trains alone."""
 
     def _made(self, size: int) -> tuple[Actor, torch.optim.Optimizer]:
         torch.manual_seed(3)
         actor = Actor()
-        return actor, torch.optim.AdamW([each for each in actor.parameters() if each.requires_grad], lr=1e-2)
+        return actor, torch.optim.AdamW(
+            [each for each in actor.parameters() if each.requires_grad], lr=1e-2
+        )
 
     def register(self, replicated: bool) -> None:
         self.manager.register("actor", self.actor, role="actor", replicated=True)
@@ -237,7 +266,11 @@ class Tuning(trained_worker.Rank):
     @property
     def frozen(self) -> SharedRange:
         """The range with the frozen parameters."""
-        (found,) = (r for r in self.handle("actor").storage.ranges if isinstance(r, SharedRange) and r.is_frozen)
+        (found,) = (
+            r
+            for r in self.handle("actor").storage.ranges
+            if isinstance(r, SharedRange) and r.is_frozen
+        )
         return found
 
     def step(self, also: Any = None) -> None:
@@ -271,13 +304,16 @@ class Tuning(trained_worker.Rank):
 
 
 def trains(generation: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Train, and look at it between the steps. Returns what crossed the link in one look, and the host memory."""
+    """Train, and look at it between the steps. Returns what crossed the link in one look, and the
+    host memory."""
     rank = Tuning(generation, **settings)
     rank.step()
     rank.look()
     before = rank.device.crossed.copy()
     rank.look()
-    seen = {direction: rank.device.crossed[direction] - count for direction, count in before.items()}
+    seen = {
+        direction: rank.device.crossed[direction] - count for direction, count in before.items()
+    }
     for _ in range(3):
         rank.step()
         rank.look()
@@ -292,8 +328,14 @@ def trains(generation: int, settings: dict[str, Any]) -> dict[str, int]:
     return seen
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy": "cyclic"}, {"policy": "resident"}], ids=["colocated", "cyclic", "resident"])
-def test_training_with_one_host_copy_of_what_is_frozen(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"policy": "cyclic"}, {"policy": "resident"}],
+    ids=["colocated", "cyclic", "resident"],
+)
+def test_training_with_one_host_copy_of_what_is_frozen(
+    two_ranks: Ranks, generation: int, settings: dict[str, Any]
+) -> None:
     seen = two_ranks.run(trains, generation, settings)
     fixed, everything = seen[0]["frozen"], seen[0]["all"]
     assert fixed > 0.8 * everything
@@ -307,8 +349,11 @@ def test_training_with_one_host_copy_of_what_is_frozen(two_ranks: Ranks, generat
 
 @pytest.mark.parametrize("on", [[0], [1], [0, 1]])
 @on_ranks("two_ranks")
-def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(generation: int, on: list[int]) -> None:
-    """There and back. The other ranks have the values that they had, and the shared host copy still."""
+def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(
+    generation: int, on: list[int]
+) -> None:
+    """There and back. The other ranks have the values that they had, and the shared host copy
+    still."""
     rank = Tuning(generation)
     rank.step()
     for sign in (1, -1, 1):
@@ -338,7 +383,9 @@ def test_a_frozen_layer_may_be_trained_later(generation: int) -> None:
 
 @pytest.mark.parametrize("on", [[1], [0, 1]])
 @on_ranks("two_ranks")
-def test_a_checkpoint_of_changed_weights_that_are_on_the_device(generation: int, tmp_path: Path, on: list[int]) -> None:
+def test_a_checkpoint_of_changed_weights_that_are_on_the_device(
+    generation: int, tmp_path: Path, on: list[int]
+) -> None:
     """Where all ranks have changed them alike, they share a host copy again."""
     rank = Tuning(generation)
     rank.data.manual_seed(0)  # all train alike

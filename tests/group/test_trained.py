@@ -1,4 +1,5 @@
-"""Replicated handles of what is trained: one host copy of weights and optimizer state, written by all ranks together. Over gloo."""
+"""Replicated handles of what is trained: one host copy of weights and optimizer state, written by
+all ranks together. Over gloo."""
 
 from __future__ import annotations
 
@@ -33,12 +34,17 @@ from tests.support.ranks import Ranks, group_of_all, on_ranks
 _impatience = mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5)
 
 
-def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(three: Ranks, generation: int) -> None:
+def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state(
+    three: Ranks, generation: int
+) -> None:
     together = three.run(trained.trains, generation, 6, False, True, {})
     alone = three.run(trained.trains, generation + 100_000, 6, False, False, {})
     for ours, theirs in zip(together, alone, strict=True):
         names = [name for name in ours["values"] if name != "seen"]
-        assert all(ours["values"][name] == theirs["values"][name] == together[0]["values"][name] for name in names)
+        assert all(
+            ours["values"][name] == theirs["values"][name] == together[0]["values"][name]
+            for name in names
+        )
         slack = 20 * PAGE  # whole pages of each chunk
         for held in (ours["host"] - ours["own"], ours["to_host"], ours["first"]):
             assert abs(held - ours["shared"] / 3) < slack
@@ -46,15 +52,21 @@ def test_training_is_bit_exact_with_one_host_copy_of_weights_and_optimizer_state
 
 
 @pytest.mark.parametrize(
-    "settings", [{"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}], ids=["cyclic", "resident", "verified"]
+    "settings",
+    [{"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+    ids=["cyclic", "resident", "verified"],
 )
-def test_replicas_are_shared_under_each_policy(two_ranks: Ranks, generation: int, settings: dict[str, Any]) -> None:
+def test_replicas_are_shared_under_each_policy(
+    two_ranks: Ranks, generation: int, settings: dict[str, Any]
+) -> None:
     first, second = two_ranks.run(trained.trains, generation, 6, False, True, settings, True)
     assert first["host"] + second["host"] < 1.1 * first["shared"]
 
 
 @pytest.mark.parametrize("born", [False, True], ids=["later", "at birth"])
-def test_replicas_that_differ_are_told_and_have_host_copies_of_their_own(three: Ranks, generation: int, born: bool) -> None:
+def test_replicas_that_differ_are_told_and_have_host_copies_of_their_own(
+    three: Ranks, generation: int, born: bool
+) -> None:
     for told in three.run(trained.differs, generation, 2, born):
         assert len(told) == 2
         assert all("has other bytes on rank 2 than on the rest" in each for each in told)
@@ -99,7 +111,8 @@ def test_what_is_written_into_a_host_copy_is_the_ranks_own(generation: int, on: 
 
 
 def test_a_rank_dies_while_all_write() -> None:
-    """After a first step, at each step of the write; where the optimizer's state is born, and in a switch, at some."""
+    """After a first step, at each step of the write; where the optimizer's state is born, and in a
+    switch, at some."""
     cases = [(1, *step, False, False) for step in STEPS]
     cases += [(1, *step, born, not born) for born in (True, False) for step in STEPS[::4]]
     for case, (first, _, third) in zip(cases, beside(trained.killed, cases), strict=True):
@@ -110,8 +123,15 @@ def test_a_rank_dies_while_all_write() -> None:
 
 
 def test_a_rank_stops_while_all_write_and_goes_on_later() -> None:
-    cases = [(1, "meet", "before"), (1, "meet", "after"), (1, "note_arrived", "before"), (1, "wait_for_shares", "before")]
-    for case, (first, _, third) in zip(cases, beside(trained.stopped, cases, dies=False), strict=True):
+    cases = [
+        (1, "meet", "before"),
+        (1, "meet", "after"),
+        (1, "note_arrived", "before"),
+        (1, "wait_for_shares", "before"),
+    ]
+    for case, (first, _, third) in zip(
+        cases, beside(trained.stopped, cases, dies=False), strict=True
+    ):
         assert first[0] == third[0] == (case != cases[0]), case
 
 
@@ -145,7 +165,8 @@ def test_each_step_of_the_shared_write_may_fail_on_one_rank(generation: int, bor
 
 
 def faults(generation: int, failing: int, switches: bool) -> int:
-    """Device calls of a training phase fail once on one rank: see `faults_of`. Returns the cases."""
+    """Device calls of a training phase fail once on one rank: see `faults_of`. Returns the
+    cases."""
     rank = Rank(generation)
     rank.switches = switches
     rank.step()
@@ -156,7 +177,8 @@ def faults(generation: int, failing: int, switches: bool) -> int:
     cases = 0
     batch = torch.full((3, rank.actor.size), 0.1)
     for _ in faults_of(rank, failing, counts, 3):
-        # A step without collectives: a rank that failed right after the vote does not make it, and has other values from then on.
+        # A step without collectives: a rank that failed right after the vote does not make it, and
+        # has other values from then on.
         with contextlib.suppress(PlacementError, RuntimeError), _impatience, rank.training():
             rank.learn(batch, placed=True, averages=False)
             rank.learn(batch, placed=False, averages=False)
@@ -167,7 +189,9 @@ def faults(generation: int, failing: int, switches: bool) -> int:
     return cases
 
 
-@pytest.mark.parametrize(("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("failing", "switches"), [(0, False), pytest.param(1, True, marks=pytest.mark.slow)]
+)
 def test_device_calls_may_fail_while_replicas_train(
     two_ranks: Ranks, generation: int, failing: int, switches: bool, counted: Callable[[str], None]
 ) -> None:
@@ -231,7 +255,8 @@ def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation
 
 @on_ranks("two_ranks")
 def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_path: Path) -> None:
-    """From the next step on, where a checkpoint was loaded into an optimizer that had made no step."""
+    """From the next step on, where a checkpoint was loaded into an optimizer that had made no
+    step."""
     first = Rank(generation)
     first.actor.number = first.twin.number = 1  # a checkpoint has the buffers of one rank
     first.step()
@@ -288,14 +313,19 @@ def test_ranks_of_a_mesh_that_replicates_share_their_shards(generation: int) -> 
         assert set(members) == {(rank % 2, rank % 2 + 2)}
         assert len(members) >= 2  # of the weights, and of the optimizer's state
     shares = [share for _, share in seen]
-    assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)  # whole pages
+    # whole pages
+    assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)
 
 
 @on_ranks("three")
 def test_ranks_of_each_machine_share_a_copy(generation: int) -> None:
     """Rank 1 is on a machine of its own."""
     is_apart = dist.get_rank() == 1
-    with mock.patch.object(replication, "_machine", return_value="another") if is_apart else contextlib.nullcontext():
+    with (
+        mock.patch.object(replication, "_machine", return_value="another")
+        if is_apart
+        else contextlib.nullcontext()
+    ):
         manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0))
         for name in ("ref", "teacher"):
             torch.manual_seed(4)
@@ -311,7 +341,8 @@ def test_ranks_of_each_machine_share_a_copy(generation: int) -> None:
 
 @on_ranks("three")
 def test_a_group_that_nobody_can_tell_is_refused(generation: int) -> None:
-    """Nobody can know who holds the same; and rank 0 names another group than the others, who raise the reason of whoever failed first."""
+    """Nobody can know who holds the same; and rank 0 names another group than the others, who raise
+    the reason of whoever failed first."""
     manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 5.0))
     sharded = net("cpu")
     fully_shard(sharded, mesh=mesh("cpu"))

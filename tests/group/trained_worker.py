@@ -1,4 +1,5 @@
-"""What each rank of the tests of trained replicas does: a model and its AdamW, alike on all ranks, whose gradients are averaged."""
+"""What each rank of the tests of trained replicas does: a model and its AdamW, alike on all ranks,
+whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from placement.core.errors import GroupError, PlacementError
 from placement.storage import shared as shared_copy
 from placement.storage.shared import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group.replicated_worker import CHUNK, CUDA_DEADLINE_SECONDS, Metered, _cuda_device, as_bytes, meet_again
+from tests.group.replicated_worker import (
+    CHUNK,
+    CUDA_DEADLINE_SECONDS,
+    Metered,
+    _cuda_device,
+    as_bytes,
+    meet_again,
+)
 from tests.sharded.training import bytes_of
 from tests.support.ranks import group_of_all
 
@@ -35,7 +43,12 @@ class Actor(nn.Module):
     def __init__(self, size: int = _SIZE) -> None:
         super().__init__()
         self.size, self.number = size, dist.get_rank()
-        self.body = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size), nn.Linear(size, size, bias=False))
+        self.body = nn.Sequential(
+            nn.Linear(size, 2 * size),
+            nn.GELU(),
+            nn.Linear(2 * size, size),
+            nn.Linear(size, size, bias=False),
+        )
         self.odd = nn.Parameter(torch.zeros(3))
         self.register_buffer("seen", torch.zeros(()))
 
@@ -59,7 +72,9 @@ class Rank:
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group = group_of_all(generation, CUDA_DEADLINE_SECONDS if cuda else deadline_seconds)
-        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(400 * CHUNK, chunk_bytes=CHUNK))
+        self.device = Metered(
+            _cuda_device() if cuda else SimulatedDevice(400 * CHUNK, chunk_bytes=CHUNK)
+        )
         self.manager = Manager(device=self.device, group=self.group, **settings)
         self.torch_device = self.device.torch_device
         self.actor, self.optimizer = self._made(1024 if cuda else size)
@@ -87,7 +102,12 @@ class Rank:
 
     def ranges(self) -> list[SharedRange]:
         """The ranges of weights and of the optimizer's state, once there is any."""
-        return [r for name in ("actor", "optimizer") for r in self.handle(name).storage.ranges if isinstance(r, SharedRange)]
+        return [
+            r
+            for name in ("actor", "optimizer")
+            for r in self.handle(name).storage.ranges
+            if isinstance(r, SharedRange)
+        ]
 
     @property
     def shares(self) -> list[bool]:
@@ -112,9 +132,18 @@ class Rank:
 
     # --- training
 
-    def learn(self, batch: torch.Tensor, *, placed: bool, also: Callable[[Actor], Any] | None = None, averages: bool = True) -> None:
+    def learn(
+        self,
+        batch: torch.Tensor,
+        *,
+        placed: bool,
+        also: Callable[[Actor], Any] | None = None,
+        averages: bool = True,
+    ) -> None:
         """One step of the placed model, or of its twin."""
-        actor, optimizer = (self.actor, self.optimizer) if placed else (self.twin, self.twins_optimizer)
+        actor, optimizer = (
+            (self.actor, self.optimizer) if placed else (self.twin, self.twins_optimizer)
+        )
         actor(batch).square().mean().backward()
         for parameter in actor.parameters() if averages else ():
             assert parameter.grad is not None
@@ -145,7 +174,8 @@ class Rank:
                 phase.switch("values")
 
     def check(self) -> None:
-        """Load everything, and compare it with the twin. Its host copy is not shown to anybody, so it stays as it is."""
+        """Load everything, and compare it with the twin. Its host copy is not shown to anybody, so
+        it stays as it is."""
         with self.manager.phase("train"):
             self.check_loaded()
         if not self.stays:
@@ -153,13 +183,17 @@ class Rank:
 
     def check_loaded(self) -> None:
         assert as_bytes(self.actor) == as_bytes(self.twin)
-        assert bytes_of([*self.optimizer.state.values()]) == bytes_of([*self.twins_optimizer.state.values()])
+        assert bytes_of([*self.optimizer.state.values()]) == bytes_of(
+            [*self.twins_optimizer.state.values()]
+        )
         self.manager.check_integrity()
 
     def check_offloaded(self) -> None:
         """Compare what the host copies have."""
         assert bytes_of(self.handle("actor").state_dict()) == as_bytes(self.twin)
-        assert bytes_of(self.handle("optimizer").state_dict()["state"]) == bytes_of(self.twins_optimizer.state_dict()["state"])
+        assert bytes_of(self.handle("optimizer").state_dict()["state"]) == bytes_of(
+            self.twins_optimizer.state_dict()["state"]
+        )
 
     def end(self, *, together: bool = True) -> None:
         """Close the manager: the actor has its values in ordinary memory."""
@@ -170,7 +204,14 @@ class Rank:
             dist.barrier()
 
 
-def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: dict[str, Any], switches: bool = False) -> dict[str, Any]:
+def trains(
+    generation: int,
+    steps: int,
+    cuda: bool,
+    replicated: bool,
+    settings: dict[str, Any],
+    switches: bool = False,
+) -> dict[str, Any]:
     """Train, and look at host memory and at what crosses the link to the host."""
     rank = Rank(generation, cuda=cuda, replicated=replicated, size=128, **settings)
     rank.switches = switches
@@ -182,9 +223,15 @@ def trains(generation: int, steps: int, cuda: bool, replicated: bool, settings: 
         if number % 10 == 0:
             rank.check()
     rank.check()
-    seen = {"host": rank.host_bytes, "own": rank.own_bytes if replicated else 0, "to_host": crossed[-1], "first": crossed[0]}
+    seen = {
+        "host": rank.host_bytes,
+        "own": rank.own_bytes if replicated else 0,
+        "to_host": crossed[-1],
+        "first": crossed[0],
+    }
     if replicated:
-        seen["shared"] = 3 * rank.ranges()[0].nbytes  # AdamW keeps two tensors of each parameter's size
+        # AdamW keeps two tensors of each parameter's size
+        seen["shared"] = 3 * rank.ranges()[0].nbytes
         assert all(rank.shares)
         assert all(r.alone is None for r in rank.ranges())
     seen["values"] = as_bytes(rank.twin)
@@ -212,7 +259,8 @@ class Heard(logging.Handler):
 
 
 def differs(generation: int, other: int, born: bool, cuda: bool = False) -> list[str]:
-    """One rank has other values after a step: its first one, where its state is born, or a later one. Returns what this rank was told."""
+    """One rank has other values after a step: its first one, where its state is born, or a later
+    one. Returns what this rank was told."""
     rank, heard = Rank(generation, cuda=cuda), Heard()
     if not born:
         rank.step()
@@ -256,7 +304,11 @@ def arm(method: str, when: str, do: Callable[[], Any]) -> None:
     setattr(shared_copy.SharedCopy, method, called)
 
 
-STEPS = tuple((method, when) for method in ("meet", "wait_for_all", "note_arrived", "wait_for_shares") for when in ("before", "after"))
+STEPS = tuple(
+    (method, when)
+    for method in ("meet", "wait_for_all", "note_arrived", "wait_for_shares")
+    for when in ("before", "after")
+)
 """The steps of the shared write."""
 
 
@@ -266,7 +318,13 @@ def _hurries(rank: Rank, seconds: float) -> None:
 
 
 def killed(
-    generation: int, victim: int, method: str, when: str, born: bool, switches: bool, cuda: bool = False
+    generation: int,
+    victim: int,
+    method: str,
+    when: str,
+    born: bool,
+    switches: bool,
+    cuda: bool = False,
 ) -> tuple[list[bool], list[str]]:
     """A rank dies in the shared write. Returns what this one shares then, and what it was told."""
     rank, heard = Rank(generation, cuda=cuda), Heard()
@@ -293,7 +351,8 @@ def killed(
 
 
 def stopped(generation: int, victim: int, method: str, when: str) -> list[bool]:
-    """A rank stops in the shared write, and goes on when the others have long gone on without it. Nobody's values suffer."""
+    """A rank stops in the shared write, and goes on when the others have long gone on without it.
+    Nobody's values suffer."""
     rank = Rank(generation, deadline_seconds=4.0)
     store = dist.distributed_c10d._get_default_store()
     rank.step()

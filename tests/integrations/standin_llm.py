@@ -1,4 +1,5 @@
-"""A stand-in of vLLM's `LLM` that generates with the weights that it was given, and refuses what would corrupt or kill the real one."""
+"""A stand-in of vLLM's `LLM` that generates with the weights that it was given, and refuses what
+would corrupt or kill the real one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.support import huggingface as hf
 
 
 class GeneratingLLM(LLM):
-    """vllm/entrypoints/llm.py, 0.33.0: the calls of `LLM` above, and `generate` with per-token log-probabilities.
+    """vllm/entrypoints/llm.py, 0.33.0: the calls of `LLM` above, and `generate` with per-token
+    log-probabilities.
 
     Weights that are discarded become NaN. The model samples with random numbers of its own.
     """
@@ -23,7 +25,9 @@ class GeneratingLLM(LLM):
         self.model: Any = hf.model_from(folder).eval().requires_grad_(False)
         self.model.load_weights = self._load_weights
         runner = SimpleNamespace(model=self.model)
-        self.llm_engine.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine.model_executor = SimpleNamespace(
+            driver_worker=SimpleNamespace(model_runner=runner)
+        )
         self._random = torch.Generator().manual_seed(0)
         self.accidents: list[str] = []
 
@@ -50,13 +54,18 @@ class GeneratingLLM(LLM):
         return {name for name, _ in pairs}
 
     @torch.no_grad()
-    def generate(self, prompts: list[dict[str, list[int]]], sampling_params: Any, use_tqdm: bool = True) -> list[Any]:
+    def generate(
+        self, prompts: list[dict[str, list[int]]], sampling_params: Any, use_tqdm: bool = True
+    ) -> list[Any]:
         self.calls.append(("generate", len(prompts)))
         if self.memory.tags != {"weights", "kv_cache"} or self.paused:
             self.accidents.append(f"generate with {sorted(self.memory.tags)} on the device")
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             self.accidents.append("generate with weights that were never filled")
-        return [self._complete(prompt["prompt_token_ids"], sampling_params.max_tokens) for prompt in prompts]
+        return [
+            self._complete(prompt["prompt_token_ids"], sampling_params.max_tokens)
+            for prompt in prompts
+        ]
 
     def _complete(self, prompt: list[int], most: int) -> Any:
         tokens: list[int] = []
@@ -66,4 +75,6 @@ class GeneratingLLM(LLM):
             token = int(torch.multinomial(ahead.exp(), 1, generator=self._random))
             tokens.append(token)
             log_probs.append({token: SimpleNamespace(logprob=float(ahead[token]), rank=1)})
-        return SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=tokens, logprobs=log_probs)])
+        return SimpleNamespace(
+            prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=tokens, logprobs=log_probs)]
+        )

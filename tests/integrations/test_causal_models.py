@@ -1,7 +1,9 @@
-"""Every causal language model of transformers, and every tuner of PEFT, computes under placement what it computes without, bit for bit.
+"""Every causal language model of transformers, and every tuner of PEFT, computes under placement
+what it computes without, bit for bit.
 
-The models are tiny (tests/support/causal_models.py). Each is built, evaluated, trained, saved and published twice with the same seeds: once
-under placement, which offloads it between phases, and once alone.
+The models are tiny (tests/support/causal_models.py). Each is built, evaluated, trained, saved and
+published twice with the same seeds: once under placement, which offloads it between phases, and
+once alone.
 """
 
 from __future__ import annotations
@@ -26,10 +28,28 @@ from tests.support.worker import OFF, make_manager
 
 needs("transformers")
 
-UNLIKE_OTHERS = ("phi3", "gpt2", "bart", "mixtral", "gpt_oss", "mamba2", "rwkv", "jamba", "zamba", "qwen3_5", "gemma3n_text")
-"""Rotary frequencies that change, tied weights, a decoder alone, experts, state spaces, shared layers, a part of a larger model."""
+UNLIKE_OTHERS = (
+    "phi3",
+    "gpt2",
+    "bart",
+    "mixtral",
+    "gpt_oss",
+    "mamba2",
+    "rwkv",
+    "jamba",
+    "zamba",
+    "qwen3_5",
+    "gemma3n_text",
+)
+"""Rotary frequencies that change, tied weights, a decoder alone, experts, state spaces, shared
+layers, a part of a larger model."""
 
-_TUNER = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "r": 4, "num_virtual_tokens": 4}
+_TUNER = {
+    "task_type": "CAUSAL_LM",
+    "target_modules": ["q_proj", "v_proj"],
+    "r": 4,
+    "num_virtual_tokens": 4,
+}
 _TUNERS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 4, "target_modules": None},
@@ -44,23 +64,37 @@ _TUNERS: dict[str, dict[str, Any]] = {
     "WAVEFT": {"n_frequency": 8},
 }
 """What a tuner needs beside `_TUNER`, or instead."""
-_NO_TUNER = {"ADAMSS": "scikit-learn is not among what tests install", "XLORA": "it needs adapters that were saved before"}
+_NO_TUNER = {
+    "ADAMSS": ("scikit-learn is not among what tests install"),
+    "XLORA": ("it needs adapters that were saved before"),
+}
 
 
 def part_of(number: int) -> Any:
     """Every so many-th model in a test of its own, of which one runs without --slow."""
-    parts = [pytest.param(slice(at, None, number), id=f"part {at}", marks=[pytest.mark.slow] if at else []) for at in range(number)]
+    parts = [
+        pytest.param(
+            slice(at, None, number), id=f"part {at}", marks=[pytest.mark.slow] if at else []
+        )
+        for at in range(number)
+    ]
     return pytest.mark.parametrize("part", parts)
 
 
-def outcome(make: Callable[[], Any], manager: Manager | None, publishes: bool = True, **inputs: Any) -> dict[str, bytes]:
-    """What a model computes, its gradients, and what can be read of it and its optimizer afterwards, by name and as bytes."""
+def outcome(
+    make: Callable[[], Any], manager: Manager | None, publishes: bool = True, **inputs: Any
+) -> dict[str, bytes]:
+    """What a model computes, its gradients, and what can be read of it and its optimizer
+    afterwards, by name and as bytes."""
     seed(1)
     model = make()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     if manager is not None:
-        actor, adam = manager.register("actor", model, role="actor"), manager.register("actor.optimizer", optimizer)
+        actor, adam = (
+            manager.register("actor", model, role="actor"),
+            manager.register("actor.optimizer", optimizer),
+        )
     found: dict[str, bytes] = {}
 
     def note(what: str, values: dict[str, Any]) -> None:
@@ -72,7 +106,8 @@ def outcome(make: Callable[[], Any], manager: Manager | None, publishes: bool = 
     def logits(number: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed(number)
         ids = torch.randint(4, 100, (2, 8))
-        return model(input_ids=ids, use_cache=False, **inputs).logits[:, -8:].float(), ids  # without those of prompts
+        # without those of prompts
+        return model(input_ids=ids, use_cache=False, **inputs).logits[:, -8:].float(), ids
 
     for step in range(2):
         with phase("log_prob"), torch.no_grad():
@@ -83,12 +118,18 @@ def outcome(make: Callable[[], Any], manager: Manager | None, publishes: bool = 
             values, ids = logits(10 + step)
             loss = torch.nn.functional.cross_entropy(values.flatten(0, -2), ids.flatten())
             loss.backward()
-            note(f"gradient {step}", {str(at): each.grad for at, each in enumerate(trained) if each.grad is not None})
+            note(
+                f"gradient {step}",
+                {str(at): each.grad for at, each in enumerate(trained) if each.grad is not None},
+            )
             optimizer.step()
             optimizer.zero_grad()
         if manager is not None:
             assert actor.state is adam.state is OFF
-    note("saved", tensors_in({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}))
+    note(
+        "saved",
+        tensors_in({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}),
+    )
     with phase("log_prob"):
         note("buffer", dict(model.named_buffers()))
         note("parameter", dict(model.named_parameters()))
@@ -107,7 +148,9 @@ def outcome(make: Callable[[], Any], manager: Manager | None, publishes: bool = 
 def published_by_hand(model: Any) -> dict[str, torch.Tensor]:
     """Every saved value once, with adapters merged by PEFT."""
     model = model.merge_and_unload() if hasattr(model, "peft_config") else model
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in model.named_parameters()
+    }
     return {name: value for name, value in model.state_dict().items() if name not in tied}
 
 
@@ -118,7 +161,9 @@ def problems(makers: dict[str, Callable[[], Any]], **inputs: Any) -> dict[str, o
         try:
             alone = outcome(make, None, **inputs)
             placed = outcome(make, make_manager(), **inputs)
-            found[name] = sorted(alone.keys() ^ placed.keys()) or [key for key, value in alone.items() if placed[key] != value]
+            found[name] = sorted(alone.keys() ^ placed.keys()) or [
+                key for key, value in alone.items() if placed[key] != value
+            ]
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return {name: problem for name, problem in found.items() if problem}
@@ -135,7 +180,16 @@ def test_all_models(part: slice, counted: Callable[[str], None]) -> None:
     for name in names[part]:
         if name in causal_models.LEFT_OUT:
             counted(f"causal language models: not {name}: {causal_models.LEFT_OUT[name]}")
-    assert problems({name: partial(causal_models.build, name) for name in names[part] if name not in causal_models.LEFT_OUT}) == {}
+    assert (
+        problems(
+            {
+                name: partial(causal_models.build, name)
+                for name in names[part]
+                if name not in causal_models.LEFT_OUT
+            }
+        )
+        == {}
+    )
 
 
 def tuned(tuner: str) -> Any:
@@ -144,7 +198,9 @@ def tuned(tuner: str) -> Any:
 
     config = PEFT_TYPE_TO_CONFIG_MAPPING[tuner]
     known = {field.name for field in dataclasses.fields(config)}
-    options = {name: value for name, value in {**_TUNER, **_TUNERS.get(tuner, {})}.items() if name in known}
+    options = {
+        name: value for name, value in {**_TUNER, **_TUNERS.get(tuner, {})}.items() if name in known
+    }
     return get_peft_model(causal_models.build("llama"), config(**options))
 
 
@@ -167,6 +223,10 @@ def test_all_tuners(part: slice, counted: Callable[[str], None]) -> None:
         if tuner in _NO_TUNER:
             counted(f"PEFT's tuners: not {tuner}: {_NO_TUNER[tuner]}")
             continue
-        inputs = {"task_ids": torch.zeros(2, dtype=torch.long)} if tuner in ("POLY", "MULTITASK_PROMPT_TUNING") else {}
+        inputs = (
+            {"task_ids": torch.zeros(2, dtype=torch.long)}
+            if tuner in ("POLY", "MULTITASK_PROMPT_TUNING")
+            else {}
+        )
         found |= problems({tuner: partial(tuned, tuner)}, publishes=can_merge(tuner), **inputs)
     assert found == {}

@@ -1,4 +1,5 @@
-"""The demo through its command line: a managed run leaves nothing behind and computes what an unmanaged run computes."""
+"""The demo through its command line: a managed run leaves nothing behind and computes what an
+unmanaged run computes."""
 
 from __future__ import annotations
 
@@ -25,14 +26,31 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     """One managed run, which also serves: the text it printed, and the file it wrote."""
     file = tmp_path_factory.mktemp("demo") / "run.json"
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        assert main(["demo", "--steps", "2", "--device", "simulated", "--serve", "0", "--json", str(file)]) == 0
+        assert (
+            main(
+                [
+                    "demo",
+                    "--steps",
+                    "2",
+                    "--device",
+                    "simulated",
+                    "--serve",
+                    "0",
+                    "--json",
+                    str(file),
+                ]
+            )
+            == 0
+        )
     return text.getvalue(), json.loads(file.read_text())
 
 
 def test_losses_are_bit_identical_with_and_without_placement(
     managed: tuple[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo(capsys, "--device", "simulated", "--no-placement", "--json", str(tmp_path / "resident.json"))
+    demo(
+        capsys, "--device", "simulated", "--no-placement", "--json", str(tmp_path / "resident.json")
+    )
     with_placement, without = managed[1], json.loads((tmp_path / "resident.json").read_text())
     assert with_placement["placement"]
     assert not without["placement"]
@@ -49,10 +67,15 @@ def test_output_shows_phases_and_an_empty_device(managed: tuple[str, dict[str, A
     assert "metrics at http://127.0.0.1:" in text
 
 
-def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(managed: tuple[str, dict[str, Any]]) -> None:
+def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(
+    managed: tuple[str, dict[str, Any]],
+) -> None:
     _, result = managed
     seen = dict(result["phases"])
-    on_device = {name: {h for h, state in row["states"].items() if state != "CPU_OFFLOADED"} for name, row in seen.items()}
+    on_device = {
+        name: {h for h, state in row["states"].items() if state != "CPU_OFFLOADED"}
+        for name, row in seen.items()
+    }
     assert on_device["rollout"] == {"rollout"}
     assert on_device["log_prob"] == {"actor", "ref"}
     assert on_device["train"] == {"actor", "actor.optimizer"}
@@ -70,11 +93,15 @@ def test_cuda_without_cuda_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.gpu
-def test_losses_are_bit_identical_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_are_bit_identical_on_cuda(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = []
     for extra in ([], ["--no-placement"]):
         file = tmp_path / f"run{len(extra)}.json"
-        assert main(["demo", "--steps", "20", "--device", "cuda:0", "--json", str(file), *extra]) == 0
+        assert (
+            main(["demo", "--steps", "20", "--device", "cuda:0", "--json", str(file), *extra]) == 0
+        )
         results.append(json.loads(file.read_text()))
     assert results[0]["losses"] == results[1]["losses"]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]

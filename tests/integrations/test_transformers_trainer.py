@@ -1,4 +1,5 @@
-"""transformers' `Trainer` with the callback against the same trainer without it: the same losses and weights, bit for bit."""
+"""transformers' `Trainer` with the callback against the same trainer without it: the same losses
+and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ CHUNK = 4096
 
 
 def manager_for(**settings: Any) -> Manager:
-    return Manager(device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=CHUNK), phases=ours.PHASES, **settings)
+    return Manager(
+        device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=CHUNK),
+        phases=ours.PHASES,
+        **settings,
+    )
 
 
 def examples() -> list[dict[str, Any]]:
@@ -32,11 +37,21 @@ def examples() -> list[dict[str, Any]]:
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
-def rewarded(folder: str, out: Path, callback: Any = None, reward: Any = None, watch: Any = None, **changes: Any) -> Any:
-    """A trainer whose loss asks a frozen model how it likes what the model says; gradients flow through it."""
+def rewarded(
+    folder: str,
+    out: Path,
+    callback: Any = None,
+    reward: Any = None,
+    watch: Any = None,
+    **changes: Any,
+) -> Any:
+    """A trainer whose loss asks a frozen model how it likes what the model says; gradients flow
+    through it."""
 
     class Trainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             outputs = model(**inputs)
             loss = outputs.loss
             if reward is not None:
@@ -61,13 +76,18 @@ def rewarded(folder: str, out: Path, callback: Any = None, reward: Any = None, w
     }
     args = transformers.TrainingArguments(**{**arguments, **changes})
     callbacks = [] if callback is None else [callback]
-    data = {"train_dataset": examples(), "eval_dataset": {"first": examples(), "second": examples()[:1]}}
+    data = {
+        "train_dataset": examples(),
+        "eval_dataset": {"first": examples(), "second": examples()[:1]},
+    }
     return Trainer(model=hf.model_from(folder), args=args, callbacks=callbacks, **data)
 
 
 def reward_model() -> Any:
     torch.manual_seed(3)
-    return transformers.Qwen2ForSequenceClassification(hf.config(num_labels=1)).requires_grad_(False)
+    return transformers.Qwen2ForSequenceClassification(hf.config(num_labels=1)).requires_grad_(
+        False
+    )
 
 
 EVALUATED: dict[str, Any] = {
@@ -77,7 +97,11 @@ EVALUATED: dict[str, Any] = {
     "save_steps": 1,
     "prediction_loss_only": True,
 }
-BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_first_loss", "eval_on_start": True}
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_first_loss",
+    "eval_on_start": True,
+}
 
 
 def assert_same(trainer: Any, own: Any) -> None:
@@ -94,7 +118,9 @@ def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None
     seen: dict[str, set[frozenset[str]]] = {}
 
     def watch(at: str) -> None:
-        seen.setdefault(at, set()).add(frozenset(name for name, each in manager.handles.items() if each.resident_bytes))
+        seen.setdefault(at, set()).add(
+            frozenset(name for name, each in manager.handles.items() if each.resident_bytes)
+        )
 
     class AtSteps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -112,7 +138,8 @@ def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None
     model, moments = frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})
     if policy == "colocated":
         assert seen == {
-            "loss of a step": {model | {"reward"}, moments | {"reward"}},  # no moments before the first step
+            # no moments before the first step
+            "loss of a step": {model | {"reward"}, moments | {"reward"}},
             "loss of an evaluation": {model | {"reward"}},
             "optimizer step": {model, moments},
         }
@@ -132,7 +159,12 @@ def test_the_trainer_goes_on_as_without_placement(folder: str, tmp_path: Path) -
         for trainer, other in zip(trainers, ("ours", "own"), strict=True):
             transformers.set_seed(5)
             trainer.train()
-            answers.append((trainer.evaluate()["eval_first_loss"], trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=3)))
+            answers.append(
+                (
+                    trainer.evaluate()["eval_first_loss"],
+                    trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=3),
+                )
+            )
             trainer.save_model(str(tmp_path / other / "saved"))
         for trainer, other in zip(trainers, ("ours", "own"), strict=True):
             transformers.set_seed(5)
@@ -162,14 +194,20 @@ def test_an_exception_in_the_loss(folder: str, tmp_path: Path) -> None:
     left[0] = 4
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    trainer.train()  # without close() in between: the callback closes what the last training left open
+    # without close() in between: the callback closes what the last training left open
+    trainer.train()
     assert trainer.state.global_step == 3
     assert not manager.handles
 
 
-def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_in_the_end_stays_on_the_host(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=CHUNK))
-    manager, reward = Manager(device=device, phases=ours.PHASES, policy="colocated('optimizer_step')"), reward_model()
+    manager, reward = (
+        Manager(device=device, phases=ours.PHASES, policy="colocated('optimizer_step')"),
+        reward_model(),
+    )
     own = rewarded(folder, tmp_path / "own", reward=reward_model())
     own.train()
     callback = ours.PlacementCallback(manager, reward=reward)
@@ -190,7 +228,8 @@ def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: P
 
 
 def test_a_frozen_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
-    """It shares a weight with the model. The trainer does not train, and everything is as before."""
+    """It shares a weight with the model. The trainer does not train, and everything is as
+    before."""
     manager, reward = manager_for(), reward_model()
     callback = ours.PlacementCallback(manager, reward=reward)
     trainer = rewarded(folder, tmp_path, callback, reward)
@@ -206,15 +245,28 @@ def test_a_frozen_model_that_cannot_be_registered(folder: str, tmp_path: Path) -
 def test_several_ranks_are_refused(folder: str, tmp_path: Path) -> None:
     trainer = rewarded(folder, tmp_path, callback := ours.PlacementCallback(manager_for()))
     trainer.args.deepspeed = "config.json"
-    with pytest.raises(ValueError, match=r"Register trainer\.model_wrapped and trainer\.optimizer with a Manager"):
-        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None)
+    with pytest.raises(
+        ValueError,
+        match=r"Register "
+        r"trainer\.model_wrapped "
+        r"and "
+        r"trainer\.optimizer "
+        r"with a Manager",
+    ):
+        callback.on_train_begin(
+            trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None
+        )
     assert not callback.manager.handles
 
 
 def test_wrong_use(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown role judge of a frozen model: it is one of ref, reward, teacher"):
+    with pytest.raises(
+        ValueError, match="unknown role judge of a frozen model: it is one of ref, reward, teacher"
+    ):
         ours.PlacementCallback(manager_for(), judge=reward_model())
-    with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.transformers\.PHASES\)"):
+    with pytest.raises(
+        ValueError, match=r"Manager\(phases=placement\.integrations\.transformers\.PHASES\)"
+    ):
         ours.PlacementCallback(Manager(device=SimulatedDevice(1 << 20)), ref=reward_model())
 
 
@@ -225,5 +277,8 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ours.PlacementCallback()
     assert raised.value.__notes__ == ["placement: set in the environment: PLACEMENT_DEVICE='gpu'"]
     monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "much")
-    with pytest.raises(ValueError, match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes"):
+    with pytest.raises(
+        ValueError,
+        match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes",
+    ):
         ours.PlacementCallback()

@@ -1,7 +1,8 @@
-"""TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for bit, and an empty device.
+"""TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for
+bit, and an empty device.
 
-Also over several runs, on two ranks, after exceptions, and with a vLLM in this process as a handle: that engine is a stand-in, and TRL's
-own code around it is the real one.
+Also over several runs, on two ranks, after exceptions, and with a vLLM in this process as a handle:
+that engine is a stand-in, and TRL's own code around it is the real one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ trl = needs("trl")
 placed = needs("placement.integrations.trl")
 
 pytestmark = pytest.mark.filterwarnings("ignore", r"error:::placement\.")
-"""The frameworks warn of one another: TRL's defaults name arguments that transformers calls deprecated."""
+"""The frameworks warn of one another: TRL's defaults name arguments that transformers calls
+deprecated."""
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -41,7 +43,11 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def manager_for(**settings: Any) -> Manager:
-    return Manager(device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096), phases=placed.PHASES, **settings)
+    return Manager(
+        device=SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096),
+        phases=placed.PHASES,
+        **settings,
+    )
 
 
 def grpo_config(out: Path, **changes: Any) -> Any:
@@ -71,11 +77,18 @@ COMMON: dict[str, Any] = {
 
 def lora() -> Any:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
 
 
 def make(cls: Any, config: Any, folder: str, **keywords: Any) -> Any:
-    how = {"reward_funcs": digits, "train_dataset": hf.prompts(), "processing_class": hf.tokenizer(), "model": hf.model_from(folder)}
+    how = {
+        "reward_funcs": digits,
+        "train_dataset": hf.prompts(),
+        "processing_class": hf.tokenizer(),
+        "model": hf.model_from(folder),
+    }
     return cls(args=config, **{**how, **keywords})
 
 
@@ -115,7 +128,13 @@ def train_both(
     own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **given)
     own.train()
     given = keywords()
-    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **given)
+    ours = make(
+        placed.PlacedGRPOTrainer,
+        grpo_config(out / "ours", **changes),
+        folder,
+        manager=manager,
+        **given,
+    )
     before(ours)
     ours.train()
     if manager.policy.name == "colocated":
@@ -137,7 +156,9 @@ class Watch:
 
     def _looking(self, at: str, call: Any) -> Any:
         def looking(*args: Any, **keywords: Any) -> Any:
-            there = frozenset(name for name, handle in self.manager.handles.items() if handle.resident_bytes)
+            there = frozenset(
+                name for name, handle in self.manager.handles.items() if handle.resident_bytes
+            )
             self.seen.setdefault(at, set()).add(there)
             return call(*args, **keywords)
 
@@ -155,7 +176,8 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
     assert watch.seen == {
         "_generate_single_turn": {frozenset({"actor"})},
         "forward": {frozenset({"actor", "ref"})},
-        "_compute_loss": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},  # no moments before the first step
+        # no moments before the first step
+        "_compute_loss": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
         "_clip_grad_norm": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
         "log": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
     }
@@ -167,7 +189,9 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
 
 def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None:
     manager = manager_for()
-    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=1), folder, manager=manager)
+    trainer = make(
+        placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=1), folder, manager=manager
+    )
     trainer.train()
     ids = torch.tensor([[3, 4, 5]])
     with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
@@ -185,8 +209,13 @@ def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, id="reference synced"),
-        pytest.param({"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"),
+        pytest.param(
+            {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+            id="reference synced",
+        ),
+        pytest.param(
+            {"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"
+        ),
         pytest.param({"beta": 0.0, "max_grad_norm": 0.0}, id="no reference"),
     ],
 )
@@ -194,14 +223,22 @@ def test_variants_of_grpo(folder: str, tmp_path: Path, changes: dict[str, Any]) 
     train_both(folder, tmp_path, **{"max_steps": 2, **changes})
 
 
-def test_settings_come_from_the_environment(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_the_environment(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One import changes in a script, and nothing else."""
     monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
     monkeypatch.setenv("PLACEMENT_POLICY", "colocated('optimizer_step')")
     monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
-    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", max_steps=2, sync_ref_model=True), folder)
+    own = make(
+        trl.GRPOTrainer, grpo_config(tmp_path / "own", max_steps=2, sync_ref_model=True), folder
+    )
     own.train()
-    ours = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path / "ours", max_steps=2, sync_ref_model=True), folder)
+    ours = make(
+        placed.PlacedGRPOTrainer,
+        grpo_config(tmp_path / "ours", max_steps=2, sync_ref_model=True),
+        folder,
+    )
     ours.train()
     assert_same(ours, own)
     assert ours.manager.settings.phases.keys() == {"distill", "sync_ref"}
@@ -212,7 +249,14 @@ def test_settings_come_from_the_environment(folder: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
-    train_both(folder, tmp_path, manager=manager_for(policy=policy), steps_per_generation=1, num_iterations=1, max_steps=2)
+    train_both(
+        folder,
+        tmp_path,
+        manager=manager_for(policy=policy),
+        steps_per_generation=1,
+        num_iterations=1,
+        max_steps=2,
+    )
 
 
 def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
@@ -220,8 +264,11 @@ def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
     assert ours.ref_model is None
 
 
-def test_a_callback_that_copies_the_weights_when_training_begins(folder: str, tmp_path: Path) -> None:
-    """TRL's BEMACallback reads the parameters themselves in `on_train_begin`, and averages what it has read with those of each step."""
+def test_a_callback_that_copies_the_weights_when_training_begins(
+    folder: str, tmp_path: Path
+) -> None:
+    """TRL's BEMACallback reads the parameters themselves in `on_train_begin`, and averages what it
+    has read with those of each step."""
     callbacks: list[Any] = []
 
     def keywords() -> dict[str, Any]:
@@ -240,10 +287,20 @@ def test_a_reward_model(folder: str, tmp_path: Path) -> None:
     def keywords() -> dict[str, Any]:
         torch.manual_seed(3)
         model = Qwen2ForSequenceClassification(hf.config(num_labels=1))
-        return {"reward_funcs": [model, digits], "reward_processing_classes": [hf.tokenizer(), None]}
+        return {
+            "reward_funcs": [model, digits],
+            "reward_processing_classes": [hf.tokenizer(), None],
+        }
 
     watch = Watch(manager_for())
-    train_both(folder, tmp_path, keywords, watch.manager, before=lambda ours: watch.around(ours.reward_funcs[0], "forward"), max_steps=2)
+    train_both(
+        folder,
+        tmp_path,
+        keywords,
+        watch.manager,
+        before=lambda ours: watch.around(ours.reward_funcs[0], "forward"),
+        max_steps=2,
+    )
     assert watch.seen["forward"] == {frozenset({"reward"})}
 
 
@@ -264,7 +321,9 @@ def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) 
     """Both save the same bytes, and each trains a second time."""
     ours, own = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, **SAVING)
     for name in ("model.safetensors", "optimizer.pt"):
-        hf.assert_same_bytes(*(_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")))
+        hf.assert_same_bytes(
+            *(_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own"))
+        )
     assert hf.moments_of(ours.optimizer)
     for trainer in (ours, own):
         train(trainer)
@@ -278,11 +337,15 @@ def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
     manager = manager_for()
     of_both = ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager}))
     for cls, keywords in of_both:
-        config = grpo_config(tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2)
+        config = grpo_config(
+            tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2
+        )
         make(cls, config, folder, **keywords).train()
     resumed = []
     for (cls, keywords), other in zip(of_both, reversed(of_both), strict=True):
-        resumed.append(make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords))
+        resumed.append(
+            make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords)
+        )
         resumed[-1].train(resume_from_checkpoint=str(tmp_path / other[0].__name__ / "checkpoint-2"))
     own, ours = resumed
     assert ours.state.global_step == 3
@@ -303,15 +366,27 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
 
 @on_ranks("two_ranks")
 def test_two_ranks(folder: str, tmp_path: Path) -> None:
-    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks change phase together."""
+    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks
+    change phase together."""
     os.environ["CI"] = "1"  # TRL sends telemetry otherwise
     warnings.simplefilter("ignore")
     store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
     group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
     device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
     manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
-    each: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2}
-    each |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+    each: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    each |= {
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "ddp_backend": "gloo",
+        "ddp_find_unused_parameters": False,
+    }
     trainers = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, manager, **each)
     assert_nothing_resident(manager)  # the reducer's buckets included
     manager.close()
@@ -336,11 +411,14 @@ class Interrupting:
 
 
 def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
-    """In the second backward pass of a step, with gradients of the first. TRL's own trainer, treated alike, says how it goes on."""
+    """In the second backward pass of a step, with gradients of the first. TRL's own trainer,
+    treated alike, says how it goes on."""
     manager = manager_for()
     trainers = []
     for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
-        config = grpo_config(tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1)
+        config = grpo_config(
+            tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1
+        )
         trainers.append(make(cls, config, folder, reward_funcs=Interrupting(at=4), **keywords))
         with pytest.raises(KeyboardInterrupt):
             trainers[-1].train()
@@ -360,7 +438,12 @@ def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
 def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path: Path) -> None:
     manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
     with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
-        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, sync_ref_model=True), folder, manager=manager)
+        make(
+            placed.PlacedGRPOTrainer,
+            grpo_config(tmp_path, sync_ref_model=True),
+            folder,
+            manager=manager,
+        )
 
 
 def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
@@ -370,7 +453,13 @@ def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
     judge.model.embed_tokens.weight = model.model.embed_tokens.weight
     manager = manager_for()
     funcs = {"reward_funcs": judge, "reward_processing_classes": hf.tokenizer()}
-    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager, **{"model": model, **funcs})
+    trainer = make(
+        placed.PlacedGRPOTrainer,
+        grpo_config(tmp_path),
+        folder,
+        manager=manager,
+        **{"model": model, **funcs},
+    )
     with pytest.raises(RegistrationError, match="'reward'"):
         trainer.train()
     assert not manager.handles
@@ -378,10 +467,17 @@ def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "advice"), [("is_fsdp_enabled", "run one process or DDP"), ("is_deepspeed_enabled", "DeepSpeed's own offload")]
+    ("flag", "advice"),
+    [
+        ("is_fsdp_enabled", "run one process or DDP"),
+        ("is_deepspeed_enabled", "DeepSpeed's own offload"),
+    ],
 )
-def test_what_places_models_itself_is_refused(folder: str, tmp_path: Path, flag: str, advice: str) -> None:
-    """accelerate turns neither of them on without a GPU, so the trainer is told afterwards that it did."""
+def test_what_places_models_itself_is_refused(
+    folder: str, tmp_path: Path, flag: str, advice: str
+) -> None:
+    """accelerate turns neither of them on without a GPU, so the trainer is told afterwards that it
+    did."""
     trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager_for())
     setattr(trainer, flag, True)
     with pytest.raises(ValueError, match=rf"use TRL's own GRPOTrainer.*{advice}"):
@@ -401,13 +497,17 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
-def engines(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], GeneratingLLM]:
-    """Let TRL find vLLM installed: the next trainer's `LLM` is a stand-in, on the device of this file."""
+def engines(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], GeneratingLLM]:
+    """Let TRL find vLLM installed: the next trainer's `LLM` is a stand-in, on the device of this
+    file."""
     generation = importlib.import_module("trl.generation.vllm_generation")
 
     def next_on(shared: str) -> GeneratingLLM:
         for name in LAUNCHED:
-            monkeypatch.setenv(name, "")  # TRL sets them for vLLM; the next trainer would take them for a launcher's
+            # TRL sets them for vLLM; the next trainer would take them for a launcher's
+            monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         made = GeneratingLLM(tmp_path / shared, folder)
         monkeypatch.setattr(generation, "is_vllm_available", lambda: True)
@@ -418,14 +518,27 @@ def engines(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return next_on
 
 
-VLLM: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "max_steps": 3, "num_iterations": 1}
+VLLM: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_enable_sleep_mode": True,
+    "max_steps": 3,
+    "num_iterations": 1,
+}
 
 
 def on_device_of(tmp_path: Path, shared: str) -> Manager:
-    return Manager(device=SimulatedDevice(standin.CAPACITY, chunk_bytes=standin.CHUNK, shared_with=tmp_path / shared), phases=placed.PHASES)
+    return Manager(
+        device=SimulatedDevice(
+            standin.CAPACITY, chunk_bytes=standin.CHUNK, shared_with=tmp_path / shared
+        ),
+        phases=placed.PHASES,
+    )
 
 
-def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+def test_vllm_that_sleeps(
+    folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
+) -> None:
     manager = on_device_of(tmp_path, "ours")
     watch = Watch(manager)
     made = {}
@@ -448,22 +561,39 @@ def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], 
     order = [call[0] if call[0] != "wake_up" else call for call in llm.calls]
     begun = order.index(("wake_up", ["weights"]))
     assert order[:begun] == ["sleep"]  # TRL's own, when it made the engine
-    assert order[begun : begun + 5] == [("wake_up", ["weights"]), "load_weights", ("wake_up", ["kv_cache"]), "generate", "sleep"]
+    assert order[begun : begun + 5] == [
+        ("wake_up", ["weights"]),
+        "load_weights",
+        ("wake_up", ["kv_cache"]),
+        "generate",
+        "sleep",
+    ]
 
 
-def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
-    """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also with the rounding that this leaves."""
+def test_vllm_that_does_not_sleep(
+    folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
+) -> None:
+    """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also
+    with the rounding that this leaves."""
     made = []
 
     def keywords() -> dict[str, Any]:
         made.append(engines(f"engine {len(made)}"))
         return {"peft_config": lora()}
 
-    train_both(folder, tmp_path, keywords, on_device_of(tmp_path, "engine 1"), **{**VLLM, "vllm_enable_sleep_mode": False})
+    train_both(
+        folder,
+        tmp_path,
+        keywords,
+        on_device_of(tmp_path, "engine 1"),
+        **{**VLLM, "vllm_enable_sleep_mode": False},
+    )
     assert [llm.accidents for llm in made] == [[], []]
 
 
-def test_vllm_that_fails_and_goes_on(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+def test_vllm_that_fails_and_goes_on(
+    folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
+) -> None:
     llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
     trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, manager=manager)
     generate = llm.generate

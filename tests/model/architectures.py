@@ -1,4 +1,5 @@
-"""Small models, each with one thing that is easy to lose when bytes move. All take float32 of shape (4, 32)."""
+"""Small models, each with one thing that is easy to lose when bytes move. All take float32 of shape
+(4, 32)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import nn
 
 
 class Plain(nn.Module):
-    """Two layers over several chunks, the first frozen on request of nobody: a frozen tower beside a trained one."""
+    """Two layers over several chunks, the first frozen on request of nobody: a frozen tower beside
+    a trained one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +63,19 @@ class Normed(nn.Module):
 
 
 class Averaged(nn.Module):
-    """An EMA copy in plain attributes, a buffer that is not saved, and bytes that no comparison of values gets right."""
+    """An EMA copy in plain attributes, a buffer that is not saved, and bytes that no comparison of
+    values gets right."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(32, 40)
         self.ema = {name: p.detach().clone() for name, p in self.linear.named_parameters()}
         self.scale = torch.full((5,), 0.5)
-        self.register_buffer("odd", torch.tensor([float("nan"), -0.0, 0.0, float("inf")], dtype=torch.bfloat16), persistent=False)
+        self.register_buffer(
+            "odd",
+            torch.tensor([float("nan"), -0.0, 0.0, float("inf")], dtype=torch.bfloat16),
+            persistent=False,
+        )
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Phases and holds, opened and left in every way that users have, and policies that Hypothesis draws: rules for `test_manager_machine`."""
+"""Phases and holds, opened and left in every way that users have, and policies that Hypothesis
+draws: rules for `test_manager_machine`."""
 
 from __future__ import annotations
 
@@ -22,13 +23,19 @@ _SLOTS = 5
 PHASES = st.sampled_from((*PHASES_USED, "train", "train"))
 Fault = tuple[str, int] | None
 FAULTS = (
-    st.none() | st.none() | st.tuples(st.sampled_from(["host", "reserve", "create", "map", "copy", "sync"]), st.sampled_from([1, 1, 2, 4]))
+    st.none()
+    | st.none()
+    | st.tuples(
+        st.sampled_from(["host", "reserve", "create", "map", "copy", "sync"]),
+        st.sampled_from([1, 1, 2, 4]),
+    )
 )
 ONLY = st.none() | st.frozensets(ANY, max_size=2)
 
 
 def leave_with_error(phase: PhaseContext) -> None:
-    """Leave as an exception of the user does. It would go on its way; what went wrong is noted on it, and raised here."""
+    """Leave as an exception of the user does. It would go on its way; what went wrong is noted on
+    it, and raised here."""
     error = ValueError("the user's")
     phase.__exit__(ValueError, error, None)
     notes = getattr(error, "__notes__", [])
@@ -53,16 +60,25 @@ class Phases(Values):
 
     @precondition(lambda self: len(self.levels) < 4)
     @rule(name=PHASES, only=ONLY, holds=st.booleans(), elsewhere=st.booleans(), fault=FAULTS)
-    def enter_plain(self, name: str, only: frozenset[int] | None, holds: bool, elsewhere: bool, fault: Fault) -> None:
+    def enter_plain(
+        self, name: str, only: frozenset[int] | None, holds: bool, elsewhere: bool, fault: Fault
+    ) -> None:
         names = self.names(only)
-        call = functools.partial(self.manager.hold if holds else self.manager.enter, name, only=names)
+        call = functools.partial(
+            self.manager.hold if holds else self.manager.enter, name, only=names
+        )
         if elsewhere and any(level.belongs_to_a_thread for level in self.levels):
             self.armed = None
             with pytest.raises(PhaseError, match="holds phase"):
                 in_a_thread(call)
         else:
             self.armed = fault
-            self.open(name, names, None, functools.partial(in_a_thread, call) if elsewhere and not holds else call)
+            self.open(
+                name,
+                names,
+                None,
+                functools.partial(in_a_thread, call) if elsewhere and not holds else call,
+            )
 
     @precondition(lambda self: self.levels)
     @rule(name=PHASES, only=ONLY, fault=FAULTS)
@@ -157,7 +173,14 @@ class Phases(Values):
 
     def entered(self) -> Level | None:
         """The phase that `Manager.enter` opened last."""
-        return next((level for level in reversed(self.levels) if level.phase is None and level.hold is None), None)
+        return next(
+            (
+                level
+                for level in reversed(self.levels)
+                if level.phase is None and level.hold is None
+            ),
+            None,
+        )
 
     @precondition(lambda self: self.levels and self.levels[-1].phase is not None)
     @rule(index=ANY)
@@ -173,7 +196,8 @@ class Phases(Values):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Handle `x7` belongs to slot 7 % 5; the table has a state for every phase and slot. Some phases want some slots early."""
+    """Handle `x7` belongs to slot 7 % 5; the table has a state for every phase and slot. Some
+    phases want some slots early."""
 
     table: dict[str, tuple[tuple[State, bool], ...]]
     early: dict[str, tuple[int, ...]]
@@ -188,7 +212,9 @@ class Drawn:
             if handle.readonly and state is State.TRAINING:
                 state = State.GPU_RESIDENT
             targets[handle.name] = state
-            may_be_stepped = handle.kind == "optimizer" and not handle.external and handle.unstreamable is None
+            may_be_stepped = (
+                handle.kind == "optimizer" and not handle.external and handle.unstreamable is None
+            )
             if streams and (state is State.SYNCING or (state is State.TRAINING and may_be_stepped)):
                 streamed.append(handle.name)
             if handle.can_prefetch and state is State.CPU_OFFLOADED and view.budget_bytes:
@@ -203,4 +229,6 @@ def drawn_policies() -> st.SearchStrategy[Drawn]:
     early = st.tuples(*[st.sampled_from([1 << 30, 8192, 0])] * _SLOTS)
     nothing = st.just((0,) * _SLOTS)  # outside every phase nothing is left, which is checked
     wanted = st.fixed_dictionaries(dict.fromkeys(PHASES_USED, early) | {"idle": nothing})
-    return st.builds(Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)), wanted)
+    return st.builds(
+        Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)), wanted
+    )

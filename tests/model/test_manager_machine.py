@@ -1,6 +1,8 @@
-"""Everything that users do, in any order, on a real manager: no byte is lost, and everything is where the plan says.
+"""Everything that users do, in any order, on a real manager: no byte is lost, and everything is
+where the plan says.
 
-`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in `test_manager_machine_regressions.py`.
+`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in
+`test_manager_machine_regressions.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class ManagerMachine(Phases):
         """Register; when a fault or the budget forbids it, the object is as before."""
         shadow.learn()
         handles: list[Any] = []
-        if self.transition(lambda: handles.append(self.manager.register(name, target, **keywords)), checks_writes=False):
+        if self.transition(
+            lambda: handles.append(self.manager.register(name, target, **keywords)),
+            checks_writes=False,
+        ):
             shadow.handle = handles[0]
             shadow.learn() if not shadow.facts else None
             self.join(shadow)
@@ -66,15 +71,30 @@ class ManagerMachine(Phases):
             shadow.check()
 
     @precondition(lambda self: len(self.shadows) < 6)
-    @rule(architecture=st.sampled_from(ARCHITECTURES), role=ROLES, readonly=st.booleans(), with_gradients=st.booleans(), fault=FAULTS)
-    def register_module(self, architecture: Any, role: str | None, readonly: bool, with_gradients: bool, fault: Fault) -> None:
+    @rule(
+        architecture=st.sampled_from(ARCHITECTURES),
+        role=ROLES,
+        readonly=st.booleans(),
+        with_gradients=st.booleans(),
+        fault=FAULTS,
+    )
+    def register_module(
+        self,
+        architecture: Any,
+        role: str | None,
+        readonly: bool,
+        with_gradients: bool,
+        fault: Fault,
+    ) -> None:
         self.armed = fault
         net = architecture()
         if with_gradients:
             backward(net, 0)
         readonly = readonly and role == "ref"
         net.train(not readonly)
-        self.register(self.new_name(), net, Shadow(_Unregistered(), net), role=role, readonly=readonly)
+        self.register(
+            self.new_name(), net, Shadow(_Unregistered(), net), role=role, readonly=readonly
+        )
 
     @precondition(lambda self: len(self.shadows) < 6)
     @rule(architecture=st.sampled_from(ARCHITECTURES), fault=FAULTS)
@@ -93,13 +113,26 @@ class ManagerMachine(Phases):
             made[:] = [architecture()]
             return made[0]
 
-        self.register(self.new_name(), Lazy(build), Shadow(_Unregistered(), None, factory_object=made), role=role)
+        self.register(
+            self.new_name(),
+            Lazy(build),
+            Shadow(_Unregistered(), None, factory_object=made),
+            role=role,
+        )
 
-    @about(is_module, may_change, is_not_stepped, kind=st.sampled_from(sorted(OPTIMIZERS)), fault=FAULTS)
+    @about(
+        is_module,
+        may_change,
+        is_not_stepped,
+        kind=st.sampled_from(sorted(OPTIMIZERS)),
+        fault=FAULTS,
+    )
     def register_optimizer(self, owner: Shadow, kind: str, fault: Fault) -> None:
         self.armed = fault
         optimizer = OPTIMIZERS[kind]([p for p in owner.object.parameters() if p.requires_grad])
-        self.register(self.new_name(), optimizer, Shadow(_Unregistered(), optimizer, optimizer_of=owner))
+        self.register(
+            self.new_name(), optimizer, Shadow(_Unregistered(), optimizer, optimizer_of=owner)
+        )
 
     @about(is_not_stepped, fault=FAULTS)
     def unregister(self, shadow: Shadow, fault: Fault) -> None:
@@ -107,7 +140,9 @@ class ManagerMachine(Phases):
         if shadow.is_tainted:
             self.armed = None
             return
-        if self.transition(lambda: self.manager.unregister(shadow.handle), checks_writes=False, moves=False):
+        if self.transition(
+            lambda: self.manager.unregister(shadow.handle), checks_writes=False, moves=False
+        ):
             self.forget(shadow)
             if shadow.handle.is_built:
                 shadow.check()
@@ -137,11 +172,13 @@ class ManagerMachine(Phases):
         if gone() is not None:
             gc.collect()
         assert gone() is None
-        if self.armed is not None:  # the fault hits the sweep; what follows it must still find the handle gone
+        # the fault hits the sweep; what follows it must still find the handle gone
+        if self.armed is not None:
             self.transition(self.manager.check_integrity, checks_writes=False, moves=False)
 
     def teardown(self) -> None:
-        """Leaving placement: ordinary tensors with the same values, and nothing left on the device."""
+        """Leaving placement: ordinary tensors with the same values, and nothing left on the
+        device."""
         if not hasattr(self, "manager"):
             return
         self.armed = None
@@ -152,7 +189,11 @@ class ManagerMachine(Phases):
         for shadow in shadows:
             if shadow.handle.is_built:
                 shadow.check()
-                self.orphans += [(tensor, shadow.facts[name].data) for held in shadow.dicts for name, tensor in held.items()]
+                self.orphans += [
+                    (tensor, shadow.facts[name].data)
+                    for held in shadow.dicts
+                    for name, tensor in held.items()
+                ]
         self.check_orphans()
         assert self.device.memory().chunk_bytes == 0
 

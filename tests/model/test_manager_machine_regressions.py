@@ -100,7 +100,8 @@ def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_not
     phase.__enter__()
     del manager
     gc.collect()
-    phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test
+    # what is raised in a finaliser is a warning, and a warning fails the test
+    phase.__exit__(None, None, None)
 
 
 ON_IN_EVAL = {"eval": everybody, "log_prob": everybody}
@@ -154,7 +155,9 @@ def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
         assert manager.snapshot().expired_keeps == 0
 
 
-def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     manager, device = manager_on(Turns(**ON_IN_EVAL))
     net, other = Plain(), Plain()
     actor = manager.register("actor", net)
@@ -193,7 +196,8 @@ def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> No
 
 
 def test_a_handle_may_join_in_a_restore_inside_a_training_that_streams_its_state() -> None:
-    """`restore` would need the whole optimizer. The plan of `train` is made anew for what joins, and asks for none of its state early."""
+    """`restore` would need the whole optimizer. The plan of `train` is made anew for what joins,
+    and asks for none of its state early."""
     manager, _ = manager_on(policy=Cyclic(optimizer_in="streamed"), budget_bytes=40_000)
     net, reference = Plain(), Plain()
     optimizer = torch.optim.Adagrad(net.head.parameters())

@@ -59,16 +59,23 @@ def is_on(shadow: Shadow) -> bool:
 
 
 def is_off(shadow: Shadow) -> bool:
-    return shadow.handle.is_built and not shadow.handle.is_on_device and not (is_optimizer(shadow) and trains(shadow))
+    return (
+        shadow.handle.is_built
+        and not shadow.handle.is_on_device
+        and not (is_optimizer(shadow) and trains(shadow))
+    )
 
 
 def trains(shadow: Shadow) -> bool:
     owner = shadow.optimizer_of
-    return shadow.handle.state is State.TRAINING and (owner is None or owner.handle.state is State.TRAINING)
+    return shadow.handle.state is State.TRAINING and (
+        owner is None or owner.handle.state is State.TRAINING
+    )
 
 
 def about(*wanted: Wanted, **drawn: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A rule about one of the registered objects that are so, which it gets. It runs only when there is one."""
+    """A rule about one of the registered objects that are so, which it gets. It runs only when
+    there is one."""
 
     def made(method: Callable[..., None]) -> Callable[..., None]:
         def run(self: World, index: int, **values: Any) -> None:
@@ -76,7 +83,9 @@ def about(*wanted: Wanted, **drawn: Any) -> Callable[[Callable[..., None]], Call
             method(self, found[index % len(found)], **values)
 
         run.__name__ = method.__name__
-        return precondition(lambda self: bool(hasattr(self, "manager") and self.shadows_that(*wanted)))(rule(index=ANY, **drawn)(run))
+        return precondition(
+            lambda self: bool(hasattr(self, "manager") and self.shadows_that(*wanted))
+        )(rule(index=ANY, **drawn)(run))
 
     return made
 
@@ -100,7 +109,12 @@ class Values(World):
         owner.learn()
         shadow.learn()
 
-    @about(is_module, may_change, trains, way=st.sampled_from(["data", "in place", "view", "attribute"]))
+    @about(
+        is_module,
+        may_change,
+        trains,
+        way=st.sampled_from(["data", "in place", "view", "attribute"]),
+    )
     def write(self, shadow: Shadow, way: str) -> None:
         tensor = next(iter(shadow.object.parameters()))
         with torch.no_grad():
@@ -130,16 +144,21 @@ class Values(World):
         shadow.learn_gradients()
 
     def zero_offloaded(self, shadow: Shadow) -> None:
-        """Gradients that are zeroed where only poison is: the zeros count, and nothing else has changed."""
+        """Gradients that are zeroed where only poison is: the zeros count, and nothing else has
+        changed."""
         if self.was_written:
             return
         shadow.object.zero_grad(set_to_none=False)
-        assert not [finding for finding in self.manager.audit().findings if finding.what == "wrong_write"]
+        assert not [
+            finding for finding in self.manager.audit().findings if finding.what == "wrong_write"
+        ]
         for name, facts in shadow.facts.items():
             if name.endswith(".grad"):
                 shadow.facts[name] = Facts(bytes(len(facts.data)), facts.layout, facts.identity)
 
-    @about(is_module, may_change, trains, lambda each: not any("lora" in name for name in each.facts))
+    @about(
+        is_module, may_change, trains, lambda each: not any("lora" in name for name in each.facts)
+    )
     def load_state_dict(self, shadow: Shadow) -> None:
         shadow.object.load_state_dict(type(shadow.object)().state_dict())
         shadow.learn()
@@ -147,7 +166,11 @@ class Values(World):
     @about(is_optimizer, trains, is_on, was_held=st.booleans())
     def reload_optimizer(self, shadow: Shadow, was_held: bool) -> None:
         """Load back a state dict of its own, one taken in another state too."""
-        held = shadow.full_dicts.pop() if was_held and shadow.full_dicts else shadow.object.state_dict()
+        held = (
+            shadow.full_dicts.pop()
+            if was_held and shadow.full_dicts
+            else shadow.object.state_dict()
+        )
         shadow.full_dicts.clear()
         shadow.dicts.clear()
         shadow.object.load_state_dict(held)
@@ -160,7 +183,11 @@ class Values(World):
             if is_optimizer(shadow):
                 shadow.full_dicts[:] = [shadow.object.state_dict()]
 
-    @about(is_module, lambda each: each.handle.state is State.SYNCING, bucket_bytes=st.sampled_from([1, 4096, 1 << 20]))
+    @about(
+        is_module,
+        lambda each: each.handle.state is State.SYNCING,
+        bucket_bytes=st.sampled_from([1, 4096, 1 << 20]),
+    )
     def publish(self, shadow: Shadow, bucket_bytes: int) -> None:
         """What is published is what is there, on the device or streamed from the host copy."""
         names = []
@@ -173,7 +200,8 @@ class Values(World):
     @about(is_module, is_on)
     def hold_stray(self, shadow: Shadow) -> None:
         stray = next(iter(shadow.object.parameters())).detach()
-        if shadow.handle.holding.read_host(stray) is not None:  # born since the last offload: not counted yet
+        # born since the last offload: not counted yet
+        if shadow.handle.holding.read_host(stray) is not None:
             shadow.strays.append(stray)
 
     @about(lambda each: bool(each.strays))
@@ -213,7 +241,9 @@ class Values(World):
     @about(is_off)
     def use_offloaded(self, shadow: Shadow) -> None:
         if is_optimizer(shadow):
-            with pytest.raises((NotResidentError, PhaseError) if shadow.handle.is_streaming else NotResidentError):
+            with pytest.raises(
+                (NotResidentError, PhaseError) if shadow.handle.is_streaming else NotResidentError
+            ):
                 shadow.object.step()
         elif is_module(shadow):
             with pytest.raises(NotResidentError):
@@ -229,7 +259,11 @@ class Values(World):
     @about(is_off, which=ANY, way=st.sampled_from(sorted(WRITES)))
     def write_offloaded(self, shadow: Shadow, which: int, way: str) -> None:
         tensors = shadow.tensors().values()
-        placed = [each for each in tensors if each.numel() and shadow.handle.holding.read_host(each) is not None]
+        placed = [
+            each
+            for each in tensors
+            if each.numel() and shadow.handle.holding.read_host(each) is not None
+        ]
         if placed:
             tensor = placed[which % len(placed)]
             with torch.no_grad():

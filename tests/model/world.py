@@ -1,4 +1,5 @@
-"""The model of a manager: what is registered, which phases are open, where everything must be. The rules are in the test."""
+"""The model of a manager: what is registered, which phases are open, where everything must be. The
+rules are in the test."""
 
 from __future__ import annotations
 
@@ -38,13 +39,18 @@ class Level:
 
 
 class World(RuleBasedStateMachine):
-    """A real manager on a simulated device that can be told to fail, beside what it should be doing."""
+    """A real manager on a simulated device that can be told to fail, beside what it should be
+    doing."""
 
     def start(self, policy: Any, budget_bytes: int | None) -> None:
         self.device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=8192))
         self.policy = Recording(policy)
         self.manager = Manager(
-            device=self.device, policy=self.policy, budget_bytes=budget_bytes, journal_length=1 << 20, streamed_bucket_bytes=8192
+            device=self.device,
+            policy=self.policy,
+            budget_bytes=budget_bytes,
+            journal_length=1 << 20,
+            streamed_bucket_bytes=8192,
         )
         self.may_refuse = budget_bytes is not None
         self.shadows: dict[str, Shadow] = {}
@@ -84,7 +90,11 @@ class World(RuleBasedStateMachine):
     def meant(self, only: Iterable[str] | None) -> set[str] | None:
         if only is None:
             return None
-        optimizers = {name for name, s in self.shadows.items() if s.optimizer_of is not None and s.optimizer_of.handle.name in only}
+        optimizers = {
+            name
+            for name, s in self.shadows.items()
+            if s.optimizer_of is not None and s.optimizer_of.handle.name in only
+        }
         return set(only) | optimizers
 
     def limited(self, name: str, only: frozenset[str] | None) -> Plan:
@@ -92,11 +102,16 @@ class World(RuleBasedStateMachine):
         plan, view, chosen = self.policy.last[name], self.policy.views[name], self.meant(only)
         if chosen is None:
             return plan
-        plan = plan.limited_to(chosen, self.enclosing([each for each in self.carried if plan.on_device(each)]))
+        plan = plan.limited_to(
+            chosen, self.enclosing([each for each in self.carried if plan.on_device(each)])
+        )
         if view.fits(plan):
             return plan
         needed = self.policy.needed["idle"]
-        for level, meant in [*((level.name, self.meant(level.only)) for level in self.levels), (name, chosen)]:
+        for level, meant in [
+            *((level.name, self.meant(level.only)) for level in self.levels),
+            (name, chosen),
+        ]:
             asked = self.policy.needed[level]
             needed = asked if meant is None else asked.limited_to(meant, needed)
         return without_surplus(view, plan, needed)
@@ -107,8 +122,16 @@ class World(RuleBasedStateMachine):
 
     # --- phase transitions
 
-    def transition(self, call: Callable[[], object], *, exits: bool = False, checks_writes: bool = True, moves: bool = True) -> bool:
-        """Cross a phase transition, with the armed fault. Whether it was crossed; anything but a fault or a refusal fails the test."""
+    def transition(
+        self,
+        call: Callable[[], object],
+        *,
+        exits: bool = False,
+        checks_writes: bool = True,
+        moves: bool = True,
+    ) -> bool:
+        """Cross a phase transition, with the armed fault. Whether it was crossed; anything but a
+        fault or a refusal fails the test."""
         fired = self.device.fired
         if self.armed is not None:
             self.device.fail(self.armed[0], at=self.armed[1])
@@ -122,23 +145,40 @@ class World(RuleBasedStateMachine):
             if self.device.fired > fired:
                 self.is_settled = self.is_settled and not exits
                 return exits
-            told = [str(error), *getattr(error, "__notes__", [])]  # where a load at an exit finds the write, it is a note on its error
-            if expected and isinstance(error, IntegrityError) and any("wrote into" in each for each in told):
+            # where a load at an exit finds the write, it is a note on its error
+            told = [str(error), *getattr(error, "__notes__", [])]
+            if (
+                expected
+                and isinstance(error, IntegrityError)
+                and any("wrote into" in each for each in told)
+            ):
                 return exits
-            if "is readonly, but" in str(error) and isinstance(error, IntegrityError) and any(s.is_tainted for s in self.shadows.values()):
+            if (
+                "is readonly, but" in str(error)
+                and isinstance(error, IntegrityError)
+                and any(s.is_tainted for s in self.shadows.values())
+            ):
                 return exits
             if self.may_refuse and not exits and isinstance(error, DeviceMemoryError):
                 return False
             raise
         else:
-            assert not expected, "a write into offloaded memory was not found at the phase transition"
+            assert not expected, (
+                "a write into offloaded memory was not found at the phase transition"
+            )
             if self.device.fired == fired and moves:
                 self.is_settled = True
             return True
         finally:
             self.device.clear()
 
-    def open(self, name: str, only: frozenset[str] | None, phase: PhaseContext | None, call: Callable[[], object]) -> None:
+    def open(
+        self,
+        name: str,
+        only: frozenset[str] | None,
+        phase: PhaseContext | None,
+        call: Callable[[], object],
+    ) -> None:
         opened: list[object] = []
         if self.transition(lambda: opened.append(call())):
             hold = opened[0] if isinstance(opened[0], Hold) else None
@@ -157,8 +197,11 @@ class World(RuleBasedStateMachine):
             around = self.levels[index - 1].plan if index else self.policy.last["idle"]
             for inner in self.levels[index:]:
                 chosen = self.meant(inner.only)
-                if chosen is not None:  # all other handles are where the phase around wants them, but nothing is loaded
-                    away = {n for n, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
+                # all other handles are where the phase around wants them, but nothing is loaded
+                if chosen is not None:
+                    away = {
+                        n for n, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED
+                    }
                     inner.plan = inner.plan.limited_to(chosen | away, around)
                 around = inner.plan
             self.carried = kept
@@ -197,7 +240,9 @@ class World(RuleBasedStateMachine):
             chosen = self.meant(level.only)
             streamed = level.plan.streamed | (below.streamed & {name})
             around = Plan({**level.plan.targets, name: below.targets[name]}, streamed)
-            level.plan = self.policy.last[level.name].limited_to(joining if chosen is None else joining & chosen, around)
+            level.plan = self.policy.last[level.name].limited_to(
+                joining if chosen is None else joining & chosen, around
+            )
             below = level.plan
         self.base = self.enclosing()
 
@@ -214,7 +259,9 @@ class World(RuleBasedStateMachine):
             assert shadow.handle.broken is None
             shadow.check()
             shadow.check_place(poisoned=not self.was_written)
-            if self.num_checks % 4 == 0:  # not always: while the host copy is shown to somebody who may write, nothing arrives early
+            # not always: while the host copy is shown to somebody who may write, nothing arrives
+            # early
+            if self.num_checks % 4 == 0:
                 shadow.check_state_dict()
         self.num_checks += 1
         self.check_orphans()
@@ -231,12 +278,19 @@ class World(RuleBasedStateMachine):
                 assert handle.holding.on_device is on, f"{handle!r}: state and decision differ"
             if not on:
                 assert handle.resident_bytes == handle.prefetched_bytes
-                if not self.levels and self.is_settled and name not in self.base.streamed:  # a streamed step has its first bytes ahead
+                # a streamed step has its first bytes ahead
+                if not self.levels and self.is_settled and name not in self.base.streamed:
                     assert handle.prefetched_bytes == 0
             if self.is_settled:
                 # What an exit wants of a Lazy waits for the next entry, which builds it.
-                wanted = (self.base.targets[name], self.base.on_device(name)) if handle.is_built else (State.CPU_OFFLOADED, False)
-                assert (handle.state, on) == wanted, f"{handle!r} should be {wanted} in {[level.name for level in self.levels]}"
+                wanted = (
+                    (self.base.targets[name], self.base.on_device(name))
+                    if handle.is_built
+                    else (State.CPU_OFFLOADED, False)
+                )
+                assert (handle.state, on) == wanted, (
+                    f"{handle!r} should be {wanted} in {[level.name for level in self.levels]}"
+                )
 
     def _check_snapshot(self) -> None:
         snapshot = self.manager.snapshot()
@@ -245,12 +299,16 @@ class World(RuleBasedStateMachine):
         assert told["phases"] == [level.name for level in self.levels]
         records = list(self.manager.journal)
         last = {record.handle: record.target for record in records}
-        counted: Counter[tuple[str, str]] = Counter((record.handle, record.trigger) for record in records)
+        counted: Counter[tuple[str, str]] = Counter(
+            (record.handle, record.trigger) for record in records
+        )
         for each in snapshot.handles:
             handle = self.manager.handles[each.name]
             assert each.kept == (each.name in self.carried)
             assert each.state is handle.state is last.get(each.name, State.CPU_OFFLOADED)
-            assert {t: n for t, n in each.transitions.items() if n} == {t: n for (h, t), n in counted.items() if h == each.name}
+            assert {t: n for t, n in each.transitions.items() if n} == {
+                t: n for (h, t), n in counted.items() if h == each.name
+            }
         for source, target in _chains(records):
             assert source is target, "a record does not begin where the one before ended"
         self._check_monotone(snapshot)
@@ -261,14 +319,19 @@ class World(RuleBasedStateMachine):
             return
         for counter in ("phase_seconds", "phase_stall_seconds", "policy_decisions"):
             now = getattr(snapshot, counter)
-            assert all(now[key] >= value for key, value in getattr(before, counter).items()), counter
+            assert all(now[key] >= value for key, value in getattr(before, counter).items()), (
+                counter
+            )
         for counter in ("pairing_violations", "wrong_writes", "expired_keeps", "peak_bytes"):
             assert getattr(snapshot, counter) >= getattr(before, counter), counter
         earlier = {each.name: each for each in before.handles}
         for each in snapshot.handles:
             if each.name in earlier:
                 was = earlier[each.name]
-                assert all(each.state_seconds[state] >= seconds for state, seconds in was.state_seconds.items())
+                assert all(
+                    each.state_seconds[state] >= seconds
+                    for state, seconds in was.state_seconds.items()
+                )
                 assert (each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes) >= (
                     was.loaded_bytes, was.offloaded_bytes, was.skipped_bytes,
                 )  # fmt: skip

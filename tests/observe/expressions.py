@@ -15,18 +15,28 @@ _LABEL_VALUES = re.compile(r"label_values\((.*),\s*(\w+)\)")
 
 
 def expressions(
-    directory: Path, run: str = "default", instance: str = "node0/rank0", *, rate_interval: str = "1m", time_range: str = "5m"
+    directory: Path,
+    run: str = "default",
+    instance: str = "node0/rank0",
+    *,
+    rate_interval: str = "1m",
+    time_range: str = "5m",
 ) -> list[tuple[str, str]]:
-    """(where, PromQL) of the pages and rules below a directory that `placement dashboards export` wrote.
+    """(where, PromQL) of the pages and rules below a directory that `placement dashboards export`
+    wrote.
 
-    `where` begins with "panel", "variable", "record" or "alert". An alert's expression returns nothing while all is well; every other
-    one returns something as soon as a worker of that run and instance has moved something. `rate_interval`: of four scrapes.
+    `where` begins with "panel", "variable", "record" or "alert". An alert's expression returns
+    nothing while all is well; every other one returns something as soon as a worker of that run and
+    instance has moved something. `rate_interval`: of four scrapes.
     """
     values = {"run": run, "__rate_interval": rate_interval, "__range": time_range}
     found = []
     for path in sorted(directory.glob("grafana/dashboards/*.json")):
         page = json.loads(path.read_text())
-        many = any(each["name"] == "instance" and each.get("includeAll") for each in page["templating"]["list"])
+        many = any(
+            each["name"] == "instance" and each.get("includeAll")
+            for each in page["templating"]["list"]
+        )
         found += list(_of_page(page, {**values, "instance": ".*" if many else instance}))
     for path in sorted(directory.glob("prometheus/rules/*.yml")):
         found += [(where, expr) for where, expr, _ in rules(path)]
@@ -48,7 +58,10 @@ def _of_page(page: Mapping[str, Any], values: Mapping[str, str]) -> Iterator[tup
             yield f"variable {page['title']}: {variable['name']}", substituted(asked[1], values)
     for panel in page["panels"]:
         for target in panel["targets"]:
-            yield f"panel {page['title']}: {panel['title']} {target['refId']}", substituted(target["expr"], values)
+            yield (
+                (f"panel {page['title']}: {panel['title']} {target['refId']}"),
+                substituted(target["expr"], values),
+            )
 
 
 def substituted(text: str, values: Mapping[str, str]) -> str:

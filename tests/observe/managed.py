@@ -1,4 +1,5 @@
-"""What most of these tests look at: a manager with one offloaded model, what a server answers, and snapshots made by hand."""
+"""What most of these tests look at: a manager with one offloaded model, what a server answers, and
+snapshots made by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from placement.testing import SimulatedDevice
 
 def managed(**settings: Any) -> tuple[placement.Manager, nn.Linear]:
     """The model is 4,224 bytes, two chunks of the device. It is registered as "actor"."""
-    manager = placement.Manager(**{"device": SimulatedDevice(1 << 20, chunk_bytes=4096), **settings})
+    manager = placement.Manager(
+        **{"device": SimulatedDevice(1 << 20, chunk_bytes=4096), **settings}
+    )
     model = nn.Linear(32, 32)
     manager.register("actor", model, role="actor")
     return manager, model
@@ -28,7 +31,8 @@ def get(url: str) -> Any:
 
 
 def make_handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
-    """Every number in it and in `make_snapshot` is different, so that a value under a wrong name shows."""
+    """Every number in it and in `make_snapshot` is different, so that a value under a wrong name
+    shows."""
     values: dict[str, Any] = {
         "name": name,
         "kind": "module",
@@ -49,7 +53,11 @@ def make_handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
         "spilled_bytes": 1009,
         "disk_read_bytes": 1010,
         "host_pageable_bytes": 1004,
-        "state_seconds": {State.CPU_OFFLOADED: 20.5, State.GPU_RESIDENT: 9.25, State.TRAINING: 0.125},
+        "state_seconds": {
+            State.CPU_OFFLOADED: 20.5,
+            State.GPU_RESIDENT: 9.25,
+            State.TRAINING: 0.125,
+        },
         "transitions": {Trigger.LOAD: 31, Trigger.OFFLOAD: 32, Trigger.BEGIN_TRAIN: 33},
         "failures": {"device_memory": 41},
         "loaded_bytes": 7 << 40,
@@ -73,7 +81,12 @@ def make_snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "phase_seconds": {"idle": 1.5, "train": 2.5, "my_phase": 3.5},
         "phase_stall_seconds": {"train": 0.75, "rollout": 0.875},
         "durations": tuple(
-            DurationHistogram(operation=operation, upper_bounds_seconds=(0.1, 1.0, 30.0), counts=(n, 2, 3, 4), sum_seconds=n / 8)
+            DurationHistogram(
+                operation=operation,
+                upper_bounds_seconds=(0.1, 1.0, 30.0),
+                counts=(n, 2, 3, 4),
+                sum_seconds=n / 8,
+            )
             for n, operation in enumerate(("load", "offload", "sync"))
         ),
         "policy_decisions": {"load": 51, "offload": 52},

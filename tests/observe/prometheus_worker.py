@@ -1,4 +1,5 @@
-"""A worker for the tests with a real Prometheus: a step of known shape, over and over, that costs next to no processor time."""
+"""A worker for the tests with a real Prometheus: a step of known shape, over and over, that costs
+next to no processor time."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from placement.testing import SimulatedDevice
 
 
 def main(folder: str, environment: dict[str, str]) -> None:
-    """Work until it is killed. `folder`: for discovery. `environment`: what the launcher tells this worker."""
+    """Work until it is killed. `folder`: for discovery. `environment`: what the launcher tells this
+    worker."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    manager = placement.Manager(device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo")
+    manager = placement.Manager(
+        device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo"
+    )
     actor, ref, critic = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
     adam = torch.optim.Adam(actor.parameters())
     manager.register("actor", actor, role="actor")

@@ -40,20 +40,40 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
     series: Series = {}
 
     def put(name: str, value: float, **labels: str) -> None:
-        series[name, frozenset({"handle": handle.name, "kind": handle.kind, **labels}.items())] = value
+        series[name, frozenset({"handle": handle.name, "kind": handle.kind, **labels}.items())] = (
+            value
+        )
 
     for state in ("CPU_OFFLOADED", "GPU_RESIDENT", "SYNCING", "TRAINING"):
         put("placement_state", 1.0 if handle.state == state else 0.0, state=state)
-        put("placement_state_seconds_total", handle.state_seconds.get(State(state), 0.0), state=state)
+        put(
+            "placement_state_seconds_total",
+            handle.state_seconds.get(State(state), 0.0),
+            state=state,
+        )
     put("placement_resident_bytes", handle.resident_bytes, memory="device")
     put("placement_resident_bytes", handle.host_bytes, memory="host")
     put("placement_resident_bytes", handle.disk_bytes, memory="disk")
     for trigger in Trigger:
-        put("placement_transitions_total", handle.transitions.get(trigger, 0), trigger=trigger.value)
+        put(
+            "placement_transitions_total", handle.transitions.get(trigger, 0), trigger=trigger.value
+        )
     for reason in ("device_memory", "host_memory", "integrity", "interrupted", "error"):
         put("placement_transition_failures_total", handle.failures.get(reason, 0), reason=reason)
-    plain = ("loaded_bytes_total", "offloaded_bytes_total", "skipped_bytes_total", "prefetched_bytes", "prefetch_used_bytes_total")
-    plain += ("spilled_bytes_total", "disk_read_bytes_total", "last_transition_timestamp_seconds", "drift_bytes", "stray_references")
+    plain = (
+        "loaded_bytes_total",
+        "offloaded_bytes_total",
+        "skipped_bytes_total",
+        "prefetched_bytes",
+        "prefetch_used_bytes_total",
+    )
+    plain += (
+        "spilled_bytes_total",
+        "disk_read_bytes_total",
+        "last_transition_timestamp_seconds",
+        "drift_bytes",
+        "stray_references",
+    )
     plain += ("mirror_bytes",)
     for name in plain:
         put(f"placement_{name}", getattr(handle, name.removesuffix("_total")))
@@ -76,26 +96,57 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
         series[name, frozenset(labels.items())] = value
 
     current = snapshot.phases[-1] if snapshot.phases else "idle"
-    for phase in {*PHASES, *snapshot.phases, *snapshot.phase_seconds, *snapshot.phase_stall_seconds}:
+    for phase in {
+        *PHASES,
+        *snapshot.phases,
+        *snapshot.phase_seconds,
+        *snapshot.phase_stall_seconds,
+    }:
         put("placement_phase", 1.0 if phase == current else 0.0, phase=phase)
         put("placement_phase_seconds_total", snapshot.phase_seconds.get(phase, 0.0), phase=phase)
-        put("placement_phase_stall_seconds_total", snapshot.phase_stall_seconds.get(phase, 0.0), phase=phase)
+        put(
+            "placement_phase_stall_seconds_total",
+            snapshot.phase_stall_seconds.get(phase, 0.0),
+            phase=phase,
+        )
     for histogram in snapshot.durations:
         name, operation = "placement_transition_duration_seconds", histogram.operation
         for i, bound in enumerate(histogram.upper_bounds_seconds):
-            put(f"{name}_bucket", sum(histogram.counts[: i + 1]), operation=operation, le=str(bound))
+            put(
+                f"{name}_bucket", sum(histogram.counts[: i + 1]), operation=operation, le=str(bound)
+            )
         put(f"{name}_bucket", sum(histogram.counts), operation=operation, le="+Inf")
         put(f"{name}_count", sum(histogram.counts), operation=operation)
         put(f"{name}_sum", histogram.sum_seconds, operation=operation)
     for decision in ("load", "offload", "keep", "refuse"):
         count = snapshot.policy_decisions.get(decision, 0)
         put("placement_policy_decisions_total", count, policy=snapshot.policy, decision=decision)
-    plain = ("pairing_violations_total", "unpaired_bytes", "unaccounted_bytes", "budget_bytes", "device_used_bytes", "device_total_bytes")
-    plain += ("peak_bytes", "communicator_bytes", "ipc_collected_bytes_total", "prefetch_discarded_bytes_total", "kept_bytes")
+    plain = (
+        "pairing_violations_total",
+        "unpaired_bytes",
+        "unaccounted_bytes",
+        "budget_bytes",
+        "device_used_bytes",
+        "device_total_bytes",
+    )
+    plain += (
+        "peak_bytes",
+        "communicator_bytes",
+        "ipc_collected_bytes_total",
+        "prefetch_discarded_bytes_total",
+        "kept_bytes",
+    )
     for name in (*plain, "disk_wait_seconds_total", "wrong_writes_total", "expired_keeps_total"):
         put(f"placement_{name}", getattr(snapshot, name.removesuffix("_total")))
-    put("placement_host_pageable_bytes", sum(handle.host_pageable_bytes for handle in snapshot.handles))
-    worker = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
+    put(
+        "placement_host_pageable_bytes",
+        sum(handle.host_pageable_bytes for handle in snapshot.handles),
+    )
+    worker = {
+        "policy": snapshot.policy,
+        "device": snapshot.device,
+        "worker_role": snapshot.worker_role,
+    }
     put("placement_worker_info", 1.0, version=version, **worker)
     return series
 
@@ -103,9 +154,31 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
 def sample_snapshot() -> Snapshot:
     return make_snapshot(
         make_handle(),
-        make_handle("actor.optimizer", kind="optimizer", state=State.TRAINING, resident_bytes=0, host_bytes=2, drift_bytes=3),
-        make_handle("ref", role="ref", state=State.CPU_OFFLOADED, readonly=True, broken="sticky error", transitions={}, failures={}),
-        make_handle("engine:0", kind="engine", role=None, state=State.SYNCING, external="the framework moves it", state_seconds={}),
+        make_handle(
+            "actor.optimizer",
+            kind="optimizer",
+            state=State.TRAINING,
+            resident_bytes=0,
+            host_bytes=2,
+            drift_bytes=3,
+        ),
+        make_handle(
+            "ref",
+            role="ref",
+            state=State.CPU_OFFLOADED,
+            readonly=True,
+            broken="sticky error",
+            transitions={},
+            failures={},
+        ),
+        make_handle(
+            "engine:0",
+            kind="engine",
+            role=None,
+            state=State.SYNCING,
+            external="the framework moves it",
+            state_seconds={},
+        ),
     )
 
 
@@ -115,7 +188,9 @@ def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str]) -> None
 
     series = series_of(render(snapshot))
 
-    (version,) = {dict(labels)["version"] for name, labels in series if name == "placement_worker_info"}
+    (version,) = {
+        dict(labels)["version"] for name, labels in series if name == "placement_worker_info"
+    }
     expected = expected_of_worker(snapshot, version)
     for handle in snapshot.handles:
         expected |= expected_of_handle(handle)
@@ -124,12 +199,20 @@ def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str]) -> None
 
 @pytest.mark.parametrize("nbytes", [None, 0, 71])
 def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None) -> None:
-    shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
+    shown = [
+        line
+        for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines()
+        if line.startswith("placement_communicator_b")
+    ]
     assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH"
+)
 def test_promtool_finds_nothing_to_say() -> None:
     text = as_text(sample_snapshot())
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -13,7 +13,17 @@ import pytest
 import placement
 from placement.core.errors import PlacementError
 from placement.observe import discovery
-from placement.observe.discovery import Announcement, Identity, Target, as_json, find_targets, from_json, reap, targets_in, views_of
+from placement.observe.discovery import (
+    Announcement,
+    Identity,
+    Target,
+    as_json,
+    find_targets,
+    from_json,
+    reap,
+    targets_in,
+    views_of,
+)
 from placement.testing import SimulatedDevice
 from tests.observe.managed import managed
 
@@ -41,7 +51,9 @@ def test_who_a_worker_is() -> None:
 
 
 def test_targets_survive_their_form() -> None:
-    targets = [Target.of("127.0.0.1:80", Identity(rank=rank, gpu_uuid="GPU-1")) for rank in range(2)]
+    targets = [
+        Target.of("127.0.0.1:80", Identity(rank=rank, gpu_uuid="GPU-1")) for rank in range(2)
+    ]
     assert from_json(as_json(targets), "here") == targets
     assert json.loads(as_json([])) == []  # Prometheus wants a list, also of nothing
     for text in ("{", "{}1", '[{"targets": ["a"]}]', "[3]"):
@@ -76,17 +88,28 @@ def test_a_restarted_worker_replaces_its_file_and_the_old_one_leaves_it(tmp_path
 
 
 def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) -> None:
-    far = Target(address="far:1", labels={"instance": "node9/rank9", "__meta_placement_host": "far"})
+    far = Target(
+        address="far:1", labels={"instance": "node9/rank9", "__meta_placement_host": "far"}
+    )
     (tmp_path / "far.json").write_text(as_json([far]))
     (tmp_path / "hand.json").write_text(as_json([Target(address="by-hand:1", labels={})]))
     assert reap(tmp_path) == []
     assert {target.address for target in targets_in(tmp_path)} == {"far:1", "by-hand:1"}
 
 
-def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_keeps_the_file_and_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A data loader outlives its killed parent: the file has to go all the same."""
-    code = WORKER.replace("print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint(")
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    code = WORKER.replace(
+        "print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint("
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         process.stdout.readline()
@@ -103,7 +126,9 @@ def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path, monkeypa
         process.stdout.close()  # type: ignore[union-attr]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "taken").write_text("a file where a folder has to be")
     manager = placement.Manager(device=SimulatedDevice(1 << 20))
     with pytest.raises(PlacementError, match="cannot announce this worker in"):
@@ -119,9 +144,15 @@ def test_all_workers_are_asked_and_one_that_is_gone_says_so(tmp_path: Path) -> N
     with managers[0].phase("log_prob"):
         views = views_of([str(tmp_path)])
     assert [view["name"] for view in views] == ["node0/rank0", "node0/rank1", "node0/rank2"]
-    assert [view["snapshot"]["handles"][0]["state"] for view in views[:2]] == ["GPU_RESIDENT", "CPU_OFFLOADED"]
+    assert [view["snapshot"]["handles"][0]["state"] for view in views[:2]] == [
+        "GPU_RESIDENT",
+        "CPU_OFFLOADED",
+    ]
     assert "does not answer" in views[2]["error"]
-    assert [state for state, _, _ in views[0]["timeline"]["actor"]] == ["CPU_OFFLOADED", "GPU_RESIDENT"]
+    assert [state for state, _, _ in views[0]["timeline"]["actor"]] == [
+        "CPU_OFFLOADED",
+        "GPU_RESIDENT",
+    ]
     assert views[0]["phases"][-1][0] == "log_prob"
     assert views[0]["transitions"][0]["trigger"] == "load"
     assert reap(tmp_path) == []

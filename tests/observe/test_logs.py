@@ -34,16 +34,22 @@ def test_a_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_warnings_show_where_logging_is_not_set_up(programs: Programs) -> None:
     code = (
         "import placement, torch; from placement.testing import SimulatedDevice\n"
-        "m = placement.Manager(device=SimulatedDevice(1 << 20)); x = torch.nn.Linear(2, 2); m.register('actor', x, role='actor')\n"
+        "m = placement.Manager(device=SimulatedDevice(1 << 20)); x = torch.nn.Linear(2, 2); "
+        "m.register('actor', x, role='actor')\n"
         "with m.phase('train'): pass\n"
         "m.close()"
     )
     assert programs.run(code) == (0, "", "")
-    warned = code.replace("x = torch.nn.Linear(2, 2); m.register('actor', x, ", "m.register('actor', torch.nn.Linear(2, 2), ")
+    warned = code.replace(
+        "x = torch.nn.Linear(2, 2); m.register('actor', x, ",
+        "m.register('actor', torch.nn.Linear(2, 2), ",
+    )
     assert "'actor' is no longer registered" in programs.run(warned).errors
 
 
-def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_logged_as_a_warning_and_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = Faults(SimulatedDevice(1 << 20, chunk_bytes=4096))
     manager, _model = managed(device=faults)
     faults.fail("create", at=1)
@@ -51,7 +57,10 @@ def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixt
         pass
     (failure,) = manager.journal.failures
     assert (failure.handle, failure.trigger, failure.reason) == ("actor", "load", "device_memory")
-    assert any(record.levelno == logging.WARNING and "load failed" in record.getMessage() for record in caplog.records)
+    assert any(
+        record.levelno == logging.WARNING and "load failed" in record.getMessage()
+        for record in caplog.records
+    )
     monkeypatch.setattr(faults, "create", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), manager.phase("log_prob"):
         pass
@@ -68,7 +77,15 @@ def test_moves_are_marked_for_torchs_profiler() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0"), (1023, "1023"), (1024, "1 KiB"), (-4096, "-4 KiB"), (3 << 29, "1.5 GiB"), (15 << 30, "15 GiB"), (5 << 40, "5 TiB")],
+    [
+        (0, "0"),
+        (1023, "1023"),
+        (1024, "1 KiB"),
+        (-4096, "-4 KiB"),
+        (3 << 29, "1.5 GiB"),
+        (15 << 30, "15 GiB"),
+        (5 << 40, "5 TiB"),
+    ],
 )
 def test_sizes_are_readable(nbytes: int, text: str) -> None:
     assert readable(nbytes) == text

@@ -1,4 +1,5 @@
-"""What other processes hold. The library is a stand-in with pynvml's names: there is no driver where these run."""
+"""What other processes hold. The library is a stand-in with pynvml's names: there is no driver
+where these run."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_what_is_not_known_is_not_said(library: Library, monkeypatch: pytest.Mon
     assert others.nbytes is None
 
 
-def test_what_others_hold_is_not_shown_before_it_is_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_hold_is_not_shown_before_it_is_subtracted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The thread that measures may have its first number before anybody asks."""
 
     class Others:
@@ -111,7 +114,9 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted(monkeypatch: pyte
     assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)
 
 
-def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its bytes leave the device in a phase transition, and NVML tells of it a little later."""
     engine, context = 3000, 500
     library = Library(Process(os.getpid(), 5), Process(7, engine))

@@ -1,4 +1,5 @@
-"""A real Prometheus that scrapes two workers: it finds them, and what the pages and rules ask for is there."""
+"""A real Prometheus that scrapes two workers: it finds them, and what the pages and rules ask for
+is there."""
 
 from __future__ import annotations
 
@@ -28,27 +29,44 @@ SCRAPES = 16
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian: prometheus) is not installed"),
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="prometheus (Debian: prometheus) is not installed",
+    ),
 ]
 
 
 class Prometheus:
-    """A server of its own, with the rules that are exported to a folder, and workers that announce themselves in another one."""
+    """A server of its own, with the rules that are exported to a folder, and workers that announce
+    themselves in another one."""
 
     def __init__(self, exported: Path, targets: Path) -> None:
         assert main(["dashboards", "export", str(exported)]) == 0
         configuration = {
             "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
             "rule_files": [str(exported / "prometheus/rules/*.yml")],
-            "scrape_configs": [{"job_name": "placement", "file_sd_configs": [{"files": [f"{targets}/*.json"], "refresh_interval": "1s"}]}],
+            "scrape_configs": [
+                {
+                    "job_name": "placement",
+                    "file_sd_configs": [{"files": [f"{targets}/*.json"], "refresh_interval": "1s"}],
+                }
+            ],
         }
         path = exported / "test.yml"
         path.write_text(json.dumps(configuration))  # JSON is YAML
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.url = f"http://{address}"
-        options = [f"--config.file={path}", f"--storage.tsdb.path={exported / 'data'}", f"--web.listen-address={address}"]
-        self.process = subprocess.Popen(["prometheus", *options, "--log.level=warn"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        options = [
+            f"--config.file={path}",
+            f"--storage.tsdb.path={exported / 'data'}",
+            f"--web.listen-address={address}",
+        ]
+        self.process = subprocess.Popen(
+            ["prometheus", *options, "--log.level=warn"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
         try:
@@ -60,7 +78,10 @@ class Prometheus:
 
     def has_scraped(self) -> bool:
         try:
-            counts = [int(series["value"][1]) for series in self.ask("count_over_time(placement_worker_info[10m])")]
+            counts = [
+                int(series["value"][1])
+                for series in self.ask("count_over_time(placement_worker_info[10m])")
+            ]
         except (OSError, AssertionError):  # it does not answer yet
             return False
         return len(counts) == len(WORKERS) and min(counts) >= SCRAPES
@@ -83,7 +104,10 @@ def prometheus(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     targets = tmp_path_factory.mktemp("targets")
     server = Prometheus(exported, targets)
     workers: list[Any] = [
-        processes.Process(target=prometheus_worker.main, args=(str(targets), environment), daemon=True) for environment in WORKERS
+        processes.Process(
+            target=prometheus_worker.main, args=(str(targets), environment), daemon=True
+        )
+        for environment in WORKERS
     ]
     try:
         for worker in workers:
@@ -100,19 +124,34 @@ def prometheus(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_workers_are_found_by_name(prometheus: Prometheus) -> None:
     found = get(f"{prometheus.url}/api/v1/targets")["data"]["activeTargets"]
-    assert {target["labels"]["instance"]: target["health"] for target in found} == {"node0/rank0": "up", "node1/rank3": "up"}
+    assert {target["labels"]["instance"]: target["health"] for target in found} == {
+        "node0/rank0": "up",
+        "node1/rank3": "up",
+    }
     (series,) = prometheus.ask('placement_worker_info{instance="node1/rank3"}')
     assert series["metric"]["run"] == "demo"
     assert series["metric"]["node"] == "node1"
-    assert not [label for label in series["metric"] if label.startswith("__") and label != "__name__"]
+    assert not [
+        label for label in series["metric"] if label.startswith("__") and label != "__name__"
+    ]
 
 
-def test_every_panel_and_rule_has_data_and_a_healthy_run_raises_no_alarm(prometheus: Prometheus, exported: Path) -> None:
+def test_every_panel_and_rule_has_data_and_a_healthy_run_raises_no_alarm(
+    prometheus: Prometheus, exported: Path
+) -> None:
     asked = expressions(exported, run="demo", rate_interval="4s", time_range="1m")
-    empty = [where for where, promql in asked if not prometheus.ask(promql) and not where.startswith("alert")]
+    empty = [
+        where
+        for where, promql in asked
+        if not prometheus.ask(promql) and not where.startswith("alert")
+    ]
     assert empty == []
     assert sum(where.startswith("panel") for where, _ in asked) >= 10
     assert sum(where.startswith("alert") for where, _ in asked) >= 8
-    rules = [rule for group in get(f"{prometheus.url}/api/v1/rules")["data"]["groups"] for rule in group["rules"]]
+    rules = [
+        rule
+        for group in get(f"{prometheus.url}/api/v1/rules")["data"]["groups"]
+        for rule in group["rules"]
+    ]
     assert {rule["health"] for rule in rules} == {"ok"}
     assert get(f"{prometheus.url}/api/v1/alerts")["data"]["alerts"] == []

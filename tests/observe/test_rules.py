@@ -1,4 +1,5 @@
-"""The shipped rules: every alert fires when it should, is silent when it should be, and says what to do."""
+"""The shipped rules: every alert fires when it should, is silent when it should be, and says what
+to do."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ from tests.observe.alert_cases import CASES, GIB, Case, of_handle, of_worker
 from tests.observe.expressions import rules
 
 RULES = FILES / "placement.rules.yml"
-ALERTS = {where.removeprefix("alert "): rule for where, _, rule in rules(RULES) if where.startswith("alert ")}
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+ALERTS = {
+    where.removeprefix("alert "): rule
+    for where, _, rule in rules(RULES)
+    if where.startswith("alert ")
+}
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed"
+)
 
 
 def promtool(*arguments: str) -> str:
@@ -37,17 +44,30 @@ def scenario(case: Case) -> dict[str, Any]:
     """A test of promtool: whether `ALERTS` has the firing alert, once, at each moment."""
     matchers = "".join(f',{name}="{value}"' for name, value in case.labels.items())
     asked = f'count(ALERTS{{alertname="{case.alert}",alertstate="firing"{matchers}}})'
-    moments = [(moment, [{"labels": "{}", "value": 1}]) for moment in case.fires] + [(moment, []) for moment in case.silent]
+    moments = [(moment, [{"labels": "{}", "value": 1}]) for moment in case.fires] + [
+        (moment, []) for moment in case.silent
+    ]
     return {
         "interval": case.every,
-        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
-        "promql_expr_test": [{"expr": asked, "eval_time": moment, "exp_samples": samples} for moment, samples in moments],
+        "input_series": [
+            {"series": name, "values": values} for name, values in case.series.items()
+        ],
+        "promql_expr_test": [
+            {"expr": asked, "eval_time": moment, "exp_samples": samples}
+            for moment, samples in moments
+        ],
     }
 
 
-def run_scenarios(tmp_path: Path, *scenarios: Mapping[str, Any], evaluated_every: str = "30s") -> None:
+def run_scenarios(
+    tmp_path: Path, *scenarios: Mapping[str, Any], evaluated_every: str = "30s"
+) -> None:
     path = tmp_path / "cases.json"  # JSON is YAML
-    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": evaluated_every, "tests": scenarios}))
+    path.write_text(
+        json.dumps(
+            {"rule_files": [str(RULES)], "evaluation_interval": evaluated_every, "tests": scenarios}
+        )
+    )
     promtool("test", "rules", str(path))
 
 
@@ -59,7 +79,8 @@ def test_alert(alert: str, tmp_path: Path) -> None:
 
 @needs_promtool
 def test_what_is_said_of_bytes_left_behind_names_the_handles(tmp_path: Path) -> None:
-    other = 'placement_resident_bytes{run="r",instance="node0/rank4",handle="critic",kind="module",memory="device"}'
+    labels = 'run="r",instance="node0/rank4",handle="critic",kind="module",memory="device"'
+    other = f"placement_resident_bytes{{{labels}}}"
     series = {
         **of_worker("placement_unpaired_bytes", f"{3 * GIB // 2}x30"),
         **of_handle("placement_resident_bytes", f"{3 * GIB // 2}x30", ',memory="device"'),
@@ -74,18 +95,30 @@ def test_what_is_said_of_bytes_left_behind_names_the_handles(tmp_path: Path) -> 
 
 def said_of(case: Case, alert: str, moment: str, tmp_path: Path) -> dict[str, str]:
     """The annotations of a firing alert: promtool prints them when it is told to expect none."""
-    wrong = {**scenario(case), "alert_rule_test": [{"eval_time": moment, "alertname": alert, "exp_alerts": []}]}
+    wrong = {
+        **scenario(case),
+        "alert_rule_test": [{"eval_time": moment, "alertname": alert, "exp_alerts": []}],
+    }
     with pytest.raises(AssertionError) as caught:
         run_scenarios(tmp_path, wrong)
     found = re.search(r"Annotations:\{(.*?)\}\s*\]?$", str(caught.value), re.DOTALL | re.MULTILINE)
     assert found, str(caught.value)
-    return {name: json.loads(value) for name, value in re.findall(r'(\w+)=("(?:[^"\\]|\\.)*")', found[1])}
+    return {
+        name: json.loads(value)
+        for name, value in re.findall(r'(\w+)=("(?:[^"\\]|\\.)*")', found[1])
+    }
 
 
 @needs_promtool
 def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
     export(tmp_path)
-    assert "SUCCESS" in promtool("check", "rules", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus/rules/placement.yml"))
+    assert "SUCCESS" in promtool(
+        "check",
+        "rules",
+        "--lint=all",
+        "--lint-fatal",
+        str(tmp_path / "prometheus/rules/placement.yml"),
+    )
     assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus/prometheus.yml"))
 
 
@@ -100,7 +133,10 @@ def test_an_alert_says_how_bad_it_is_what_it_is_and_what_to_do(name: str) -> Non
         assert "humanize1024" in rule["annotations"]["summary"]
 
 
-@pytest.mark.parametrize(("alert", "panel"), [("PlacementStallShareHigh", "Stall share"), ("PlacementBudgetNearlyFull", "Of the budget")])
+@pytest.mark.parametrize(
+    ("alert", "panel"),
+    [("PlacementStallShareHigh", "Stall share"), ("PlacementBudgetNearlyFull", "Of the budget")],
+)
 def test_an_alert_begins_where_the_page_turns_red(alert: str, panel: str) -> None:
     page = json.loads((FILES / "placement-worker.json").read_text())
     (shown,) = (each for each in page["panels"] if each["title"] == panel)

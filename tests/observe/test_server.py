@@ -1,4 +1,5 @@
-"""The server over real sockets on loopback: the pages, and clients that are broken, slow or hostile."""
+"""The server over real sockets on loopback: the pages, and clients that are broken, slow or
+hostile."""
 
 from __future__ import annotations
 
@@ -44,19 +45,29 @@ def server(snapshot: Snapshot) -> Iterator[MetricsServer]:
 
 def threads_of(server: MetricsServer) -> int:
     """Other tests of this process may have servers of their own."""
-    return sum(thread.name == f"placement-observe-{server.port}" for thread in threading.enumerate())
+    return sum(
+        thread.name == f"placement-observe-{server.port}" for thread in threading.enumerate()
+    )
 
 
 def connect(server: MetricsServer) -> socket.socket:
     return socket.create_connection((server.address, server.port), timeout=30)
 
 
-def request(server: MetricsServer, path: str, method: str = "GET", **headers: str) -> tuple[int, Headers, bytes]:
+def request(
+    server: MetricsServer, path: str, method: str = "GET", **headers: str
+) -> tuple[int, Headers, bytes]:
     connection = http.client.HTTPConnection(server.address, server.port, timeout=30)
     try:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
         response = connection.getresponse()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        return (
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            response.read(),
+        )
     finally:
         connection.close()
 
@@ -69,11 +80,17 @@ def read_to_end(client: socket.socket) -> bytes:
 
 
 def test_metrics_as_openmetrics_and_compressed(server: MetricsServer) -> None:
-    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
-    _, headers, body = request(server, "/metrics", accept=accept, accept_encoding="deflate, gzip;q=0.9")
+    accept = (
+        "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    )
+    _, headers, body = request(
+        server, "/metrics", accept=accept, accept_encoding="deflate, gzip;q=0.9"
+    )
     assert headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert headers["content-encoding"] == "gzip"
-    assert "placement_state" in {family.name for family in parse_openmetrics(gzip.decompress(body).decode())}
+    assert "placement_state" in {
+        family.name for family in parse_openmetrics(gzip.decompress(body).decode())
+    }
 
 
 def test_other_pages_and_methods_are_refused(server: MetricsServer) -> None:
@@ -92,7 +109,9 @@ def test_state_is_the_snapshot(server: MetricsServer, snapshot: Snapshot) -> Non
 
 def test_healthz_names_what_is_broken(server: MetricsServer) -> None:
     assert request(server, "/healthz")[::2] == (200, b"ok\n")
-    broken = make_snapshot(make_handle("a"), make_handle("b", broken="secret detail"), make_handle("c", broken="more"))
+    broken = make_snapshot(
+        make_handle("a"), make_handle("b", broken="secret detail"), make_handle("c", broken="more")
+    )
     with MetricsServer(lambda: broken) as unwell:
         assert request(unwell, "/healthz")[::2] == (503, b"broken: b, c\n")
 
@@ -116,7 +135,8 @@ def test_a_failing_read_is_one_clients_error(snapshot: Snapshot) -> None:
 
 
 def test_scrapes_are_answered_beside_idle_connections(snapshot: Snapshot) -> None:
-    with MetricsServer(lambda: snapshot, timeout_seconds=3600) as server, ExitStack() as stack:  # none of them times out
+    # none of them times out
+    with MetricsServer(lambda: snapshot, timeout_seconds=3600) as server, ExitStack() as stack:
         clients = [stack.enter_context(connect(server)) for _ in range(3 * MAX_CONNECTIONS)]
         for path in ("/metrics", "/healthz", "/state"):
             assert request(server, path)[0] == 200
@@ -149,7 +169,9 @@ def test_loopback_by_default(server: MetricsServer) -> None:
         assert probe.connect_ex(("127.0.0.2", server.port)) != 0
 
 
-@pytest.mark.parametrize(("address", "host"), [("0.0.0.0", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")])
+@pytest.mark.parametrize(
+    ("address", "host"), [("0.0.0.0", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")]
+)
 def test_other_addresses(snapshot: Snapshot, address: str, host: str) -> None:
     try:
         server = MetricsServer(lambda: snapshot, address=address)
@@ -167,7 +189,8 @@ def test_other_addresses(snapshot: Snapshot, address: str, host: str) -> None:
 def test_what_cannot_be_bound_is_named(server: MetricsServer, snapshot: Snapshot) -> None:
     with pytest.raises(PlacementError, match=rf"127\.0\.0\.1 port {server.port}: .*[Ii]n use"):
         MetricsServer(lambda: snapshot, port=server.port)
-    with pytest.raises(PlacementError, match=r"192\.0\.2\.1 port 0"):  # an address that no machine has
+    # an address that no machine has
+    with pytest.raises(PlacementError, match=r"192\.0\.2\.1 port 0"):
         MetricsServer(lambda: snapshot, address="192.0.2.1")
     assert request(server, "/healthz")[0] == 200
 
@@ -180,7 +203,9 @@ def test_what_cannot_be_bound_is_named(server: MetricsServer, snapshot: Snapshot
         ({"address": ""}, ValueError, "every interface"),
     ],
 )
-def test_plain_mistakes(snapshot: Snapshot, arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_plain_mistakes(
+    snapshot: Snapshot, arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         MetricsServer(lambda: snapshot, **arguments)
 
@@ -235,7 +260,9 @@ def test_a_served_manager_that_is_dropped_closes_as_any_other(tmp_path: Path, op
     assert_gone(server, announced)
 
 
-def test_a_served_manager_may_end_on_its_servers_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_manager_may_end_on_its_servers_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a collection that finds it happens to run."""
     manager, model, server, announced = served(tmp_path)
     values = manager.handles["actor"].state_dict()["weight"].clone()
@@ -257,7 +284,8 @@ def test_closing_the_manager_closes_every_server_of_it(tmp_path: Path) -> None:
     with manager.phase("log_prob"):
         with pytest.raises(PhaseError, match="is open"):
             manager.close()
-        assert [request(each, "/healthz")[0] for each in (server, other)] == [200, 200]  # refused: everything goes on
+        # refused: everything goes on
+        assert [request(each, "/healthz")[0] for each in (server, other)] == [200, 200]
     manager.close()
     for each in (server, other, early):
         assert_gone(each, announced)

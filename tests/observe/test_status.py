@@ -27,7 +27,10 @@ from tests.observe.managed import managed
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[placement.Manager]]:
     made = [managed() for _ in range(2)]
-    servers = [manager.serve(discovery=tmp_path, identity=Identity(rank=rank)) for rank, (manager, _) in zip((2, 10), made, strict=True)]
+    servers = [
+        manager.serve(discovery=tmp_path, identity=Identity(rank=rank))
+        for rank, (manager, _) in zip((2, 10), made, strict=True)
+    ]
     yield [manager for manager, _ in made]
     for server in servers:
         server.close()
@@ -39,8 +42,22 @@ def test_status_prints_every_worker_and_handle(
     with workers[1].phase("log_prob"):
         assert main(["status", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["worker", "phase", "on", "device", "of", "used", "stall", "handles", "on", "the", "device", "trouble"]
-    assert [line.split()[0] for line in lines[1:3]] == ["node0/rank2", "node0/rank10"]  # 2 before 10
+    assert lines[0].split() == [
+        "worker",
+        "phase",
+        "on",
+        "device",
+        "of",
+        "used",
+        "stall",
+        "handles",
+        "on",
+        "the",
+        "device",
+        "trouble",
+    ]
+    # 2 before 10
+    assert [line.split()[0] for line in lines[1:3]] == ["node0/rank2", "node0/rank10"]
     assert lines[1].split()[1:3] == ["idle", "0"]
     assert lines[2].split()[1:4] == ["log_prob", "8", "KiB"]
     assert sum(line.startswith("actor ") for line in lines) == 2
@@ -52,18 +69,30 @@ def test_what_each_node_takes_of_host_memory_by_kind(
     host_bytes = workers[0].handles["actor"].host_bytes
     for worker in workers:
         worker.register(
-            "rollout", SizedEngine(SizesDevice(), {"weights": 1 << 20, "kv_cache": 1 << 20}, keeps_weights=True), role="rollout"
+            "rollout",
+            SizedEngine(
+                SizesDevice(), {"weights": 1 << 20, "kv_cache": 1 << 20}, keeps_weights=True
+            ),
+            role="rollout",
         )
-    for words in (["status", str(tmp_path)], ["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--workers", str(tmp_path)]):
+    for words in (
+        ["status", str(tmp_path)],
+        ["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--workers", str(tmp_path)],
+    ):
         main(words)
         lines = capsys.readouterr().out.splitlines()
-        (head,) = [index for index, line in enumerate(lines) if line.split()[:2] == ["node", "page-locked"]]
+        (head,) = [
+            index for index, line in enumerate(lines) if line.split()[:2] == ["node", "page-locked"]
+        ]
         cells = lines[head + 1].split()
         assert cells == ["node0", *readable(2 * host_bytes).split(), "0", "2", "MiB", "0"]
 
 
 def test_status_as_json_and_from_the_environment(
-    workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workers: list[placement.Manager],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PLACEMENT_DISCOVERY", str(tmp_path))
     assert main(["status", "--json"]) == 0
@@ -72,7 +101,9 @@ def test_status_as_json_and_from_the_environment(
     assert views[0]["snapshot"]["handles"][0]["name"] == "actor"
 
 
-def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Manager], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_shows_and_is_the_exit_status(
+    workers: list[placement.Manager], capsys: pytest.CaptureFixture[str]
+) -> None:
     with workers[0].serve() as server:
         assert main(["status", server.url, "http://127.0.0.1:9"]) == 1
         out = capsys.readouterr().out
@@ -80,7 +111,9 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
         assert main(["status"]) == 1
         assert "no workers named" in capsys.readouterr().err
         assert main(["status", "no/such/folder"]) == 1
-        assert "and no discovery folder (workers create it when they announce themselves)" in capsys.readouterr().err
+        assert (
+            "and no discovery folder (workers create it when they announce themselves)"
+        ) in capsys.readouterr().err
         with pytest.raises(SystemExit, match="2"):
             main(["status", server.url, "--watch", "0"])
         assert "'0' is not a number of seconds above 0" in capsys.readouterr().err
@@ -89,17 +122,26 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
 def test_the_trouble_of_a_worker() -> None:
     handle = {"name": "actor", "broken": "a reason", "drift_bytes": 3}
     snapshot = {"handles": [handle], "unpaired_bytes": 2048, "wrong_writes": 2}
-    assert trouble_of({"name": "rank1", "snapshot": snapshot}) == "actor broken, 2 KiB left on the device, 2 wrong writes, actor drifted"
+    assert trouble_of({"name": "rank1", "snapshot": snapshot}) == (
+        "actor broken, 2 KiB left on the device, 2 wrong writes, actor drifted"
+    )
     assert trouble_of({"name": "rank0", "error": "gone"}) == "gone"
 
 
-def test_watching_in_a_terminal_until_ctrl_c(workers: list[placement.Manager], tmp_path: Path) -> None:
+def test_watching_in_a_terminal_until_ctrl_c(
+    workers: list[placement.Manager], tmp_path: Path
+) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
     # A test that runs in the background ignores SIGINT, and so would its child.
-    program = "import signal, sys, placement.cli; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(placement.cli.main())"
+    program = (
+        "import signal, sys, placement.cli; signal.signal(signal.SIGINT, "
+        "signal.default_int_handler); sys.exit(placement.cli.main())"
+    )
     command = [sys.executable, "-c", program, "status", str(tmp_path), "--watch", "0.2"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
     os.close(theirs)
 
     def read_until(text: str) -> None:

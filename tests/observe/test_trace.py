@@ -28,16 +28,32 @@ def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == kind]
 
 
-def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, tmp_path: Path) -> None:
+def test_a_track_for_each_handle_and_one_for_phases(
+    manager: placement.Manager, tmp_path: Path
+) -> None:
     with manager.phase("log_prob", only=["actor"]), manager.phase("checkpoint"):
         pass
     path = tmp_path / "trace.json"
     placement.trace(manager.journal, path)
-    assert {event["args"]["name"] for event in events_of(path, "M") if event["name"] == "thread_name"} == {"phases", "actor"}
+    assert {
+        event["args"]["name"] for event in events_of(path, "M") if event["name"] == "thread_name"
+    } == {"phases", "actor"}
     spans = events_of(path, "X")
-    assert [event["name"] for event in spans if event["cat"] == "phase"] == ["idle", "log_prob", "checkpoint", "log_prob", "idle"]
-    assert [event["args"] for event in spans if event["name"] == "log_prob"] == [{"only": ["actor"]}] * 2
-    assert [event["name"] for event in spans if event["cat"] == "state"] == ["CPU_OFFLOADED", "GPU_RESIDENT", "CPU_OFFLOADED"]
+    assert [event["name"] for event in spans if event["cat"] == "phase"] == [
+        "idle",
+        "log_prob",
+        "checkpoint",
+        "log_prob",
+        "idle",
+    ]
+    assert [event["args"] for event in spans if event["name"] == "log_prob"] == [
+        {"only": ["actor"]}
+    ] * 2
+    assert [event["name"] for event in spans if event["cat"] == "state"] == [
+        "CPU_OFFLOADED",
+        "GPU_RESIDENT",
+        "CPU_OFFLOADED",
+    ]
     load, offload = (event for event in spans if event["cat"] == "move")
     assert (load["name"], offload["name"]) == ("load", "offload")
     handle = manager.handles["actor"]
@@ -59,7 +75,11 @@ def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -
     theirs, both = tmp_path / "torch.json", tmp_path / "both.json"
     profiler.export_chrome_trace(str(theirs))
     placement.trace(manager.journal, both, beside=theirs)
-    spans = {event["name"]: event for event in events_of(both, "X") if event.get("cat") in ("user_annotation", "phase")}
+    spans = {
+        event["name"]: event
+        for event in events_of(both, "X")
+        if event.get("cat") in ("user_annotation", "phase")
+    }
     around, phase, inside = spans["around"], spans["log_prob"], spans["inside"]
     slack = 2000.0  # microseconds between the two clocks, read one after the other
     for outer, inner in ((around, phase), (phase, inside)):
@@ -78,7 +98,9 @@ def test_only_the_last_seconds(manager: placement.Manager) -> None:
     assert json.loads(nothing)["traceEvents"]
 
 
-def test_what_is_no_trace_is_named_and_nothing_is_written(manager: placement.Manager, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_named_and_nothing_is_written(
+    manager: placement.Manager, tmp_path: Path
+) -> None:
     for content in ("[1", '"text"', '{"events": []}'):
         other = tmp_path / "other.json"
         other.write_text(content)
@@ -87,7 +109,9 @@ def test_what_is_no_trace_is_named_and_nothing_is_written(manager: placement.Man
     assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
 
 
-def test_the_command_puts_workers_side_by_side(manager: placement.Manager, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_puts_workers_side_by_side(
+    manager: placement.Manager, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with manager.phase("log_prob"):
         pass
     path = tmp_path / "trace.json"
@@ -100,9 +124,13 @@ def test_the_command_puts_workers_side_by_side(manager: placement.Manager, tmp_p
     path.unlink()
     with manager.serve() as server:
         assert main(["trace", server.url, "-o", str(tmp_path / "absent/trace.json")]) == 1
-        assert f"cannot write {tmp_path / 'absent/trace.json'}: No such file" in capsys.readouterr().err
+        assert (
+            f"cannot write {tmp_path / 'absent/trace.json'}: No such file"
+        ) in capsys.readouterr().err
         assert main(["trace", f"{server.url}/metrics", "-o", str(tmp_path / "trace.json")]) == 1
-        assert "answers 404 Not Found: is this the address of a placement worker?" in capsys.readouterr().err
+        assert (
+            "answers 404 Not Found: is this the address of a placement worker?"
+        ) in capsys.readouterr().err
     for seconds in ("-3", "0", "nan", "long"):
         with pytest.raises(SystemExit, match="2"):
             main(["trace", "http://127.0.0.1:9", "--seconds", seconds])

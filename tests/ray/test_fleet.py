@@ -1,6 +1,8 @@
-"""A fleet of two workers: phases for all of them, what fails in between, and the examples with several ranks.
+"""A fleet of two workers: phases for all of them, what fails in between, and the examples with
+several ranks.
 
-One job for the whole file, because a process that imports torch takes seconds to start: each test leaves the fleet outside every phase.
+One job for the whole file, because a process that imports torch takes seconds to start: each test
+leaves the fleet outside every phase.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def job(ray: Any) -> Iterator[Any]:
     fleet = placement.ray.Fleet(workers, deadline_seconds=30.0)
 
     def on_all(method: str, *arguments: Any) -> list[Any]:
-        results: list[Any] = ray.get([getattr(worker, method).remote(*arguments) for worker in workers])
+        results: list[Any] = ray.get(
+            [getattr(worker, method).remote(*arguments) for worker in workers]
+        )
         return results
 
     yield SimpleNamespace(ray=ray, fleet=fleet, workers=workers, all=on_all)
@@ -43,7 +47,8 @@ def job(ray: Any) -> Iterator[Any]:
 
 
 def assert_outside(job: Any) -> list[dict[str, Any]]:
-    """Every worker is outside every phase, whole, and holds nothing. Returns what each says of itself."""
+    """Every worker is outside every phase, whole, and holds nothing. Returns what each says of
+    itself."""
     seen: list[dict[str, Any]] = job.all("look")
     for each in seen:
         assert each["phase"] == "idle"
@@ -72,10 +77,15 @@ def test_a_step_of_the_whole_fleet(job: Any) -> None:
 
 
 @pytest.mark.parametrize(("failing", "switched"), [(0, False), (1, True)])
-def test_out_of_memory_on_one_worker_is_everybodys_and_the_next_phase_succeeds(job: Any, failing: int, switched: bool) -> None:
+def test_out_of_memory_on_one_worker_is_everybodys_and_the_next_phase_succeeds(
+    job: Any, failing: int, switched: bool
+) -> None:
     before = assert_outside(job)
     job.ray.get(job.workers[failing].fail.remote("create", 4 if switched else 2))
-    with pytest.raises(GroupError, match=f"rank {failing}: DeviceMemoryError") as caught, job.fleet.phase("log_prob") as step:
+    with (
+        pytest.raises(GroupError, match=f"rank {failing}: DeviceMemoryError") as caught,
+        job.fleet.phase("log_prob") as step,
+    ):
         step.switch("train")
     assert set(caught.value.failures) == set(range(WORLD))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -84,11 +94,19 @@ def test_out_of_memory_on_one_worker_is_everybodys_and_the_next_phase_succeeds(j
 
 
 def test_an_exception_in_the_driver_leaves_on_every_worker(job: Any) -> None:
-    with pytest.raises(ZeroDivisionError) as caught, job.fleet.phase("train"), job.fleet.phase("checkpoint"):
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        job.fleet.phase("train"),
+        job.fleet.phase("checkpoint"),
+    ):
         raise ZeroDivisionError
     assert not hasattr(caught.value, "__notes__")
     assert_outside(job)
-    with pytest.raises(PhaseError, match="not the fleet's innermost"), job.fleet.phase("train") as outer, job.fleet.phase("checkpoint"):
+    with (
+        pytest.raises(PhaseError, match="not the fleet's innermost"),
+        job.fleet.phase("train") as outer,
+        job.fleet.phase("checkpoint"),
+    ):
         outer.switch("log_prob")
     assert_outside(job)
 
@@ -116,7 +134,8 @@ def test_mistakes_are_named_and_nothing_moves(job: Any, ray: Any) -> None:
 
 def test_a_worker_that_was_killed_begins_anew_with_the_others(job: Any) -> None:
     killed = assert_outside(job)[1]["pid"]
-    job.fleet._deadline_seconds = 2.0  # the others wait so long for it at the switch, and when they leave
+    # the others wait so long for it at the switch, and when they leave
+    job.fleet._deadline_seconds = 2.0
     job.fleet.join()
 
     def step() -> None:
@@ -135,7 +154,9 @@ def test_a_worker_that_was_killed_begins_anew_with_the_others(job: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["enter", "switch", "leave"])
-def test_a_driver_that_is_interrupted_leaves_no_worker_behind(job: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_driver_that_is_interrupted_leaves_no_worker_behind(
+    job: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """Ctrl-C in a notebook, while the driver waits for the workers."""
 
     def interrupt(*_: Any, **__: Any) -> Any:
@@ -160,7 +181,10 @@ def test_a_driver_that_is_interrupted_leaves_no_worker_behind(job: Any, monkeypa
 
 
 def test_a_method_that_leaves_the_fleets_phase(job: Any) -> None:
-    with pytest.raises(GroupError, match="rank 1: PhaseError: cannot leave"), job.fleet.phase("train"):
+    with (
+        pytest.raises(GroupError, match="rank 1: PhaseError: cannot leave"),
+        job.fleet.phase("train"),
+    ):
         job.all("leave")
     assert_outside(job)
 
@@ -179,12 +203,26 @@ def test_the_loop_on_ray(ray: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # three fresh interpreters on a machine with other work
 def test_the_loop_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/torchrun_grpo.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "examples/torchrun_grpo.py",
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("0 bytes left on the device") == 2 * 3
-    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)  # no more: the ranks share a pipe, and their lines may touch
+    # no more: the ranks share a pipe, and their lines may touch
+    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)
     assert len(weights) == 2
     assert len({digest for _, digest in weights}) == 1

@@ -1,4 +1,5 @@
-"""Workers of a fleet, for the tests: an actor with Adam and a reference, on a simulated device of their own."""
+"""Workers of a fleet, for the tests: an actor with Adam and a reference, on a simulated device of
+their own."""
 
 from __future__ import annotations
 
@@ -40,6 +41,11 @@ class FleetTrainer(placement.ray.Worker):
             digest.update(repr(self.manager.handles[name].state_dict()).encode())
         self.manager.check_integrity()
         return {
-            "pid": os.getpid(), "states": self.trainer.states(), "phase": self.manager.phase_name, "weights": digest.hexdigest(),
-            "resident_bytes": sum(handle.resident_bytes for handle in self.manager.handles.values()),
-        }  # fmt: skip
+            "pid": os.getpid(),
+            "states": self.trainer.states(),
+            "phase": self.manager.phase_name,
+            "weights": digest.hexdigest(),
+            "resident_bytes": sum(
+                handle.resident_bytes for handle in self.manager.handles.values()
+            ),
+        }

@@ -20,7 +20,8 @@ WIDTH = 12
 
 
 class Net(torch.nn.Module):
-    """Sizes that no number of ranks divides, a tied head, a buffer, and a parameter with one row, of which a second rank has none."""
+    """Sizes that no number of ranks divides, a tied head, a buffer, and a parameter with one row,
+    of which a second rank has none."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -75,29 +76,41 @@ class Program:
         return losses
 
     def values(self) -> dict[str, bytes]:
-        """Every value that a checkpoint has to bring back, as this rank's bytes, read as a user reads them."""
+        """Every value that a checkpoint has to bring back, as this rank's bytes, read as a user
+        reads them."""
         model = self.model.state_dict() if self.manager is None else self.actor.state_dict()
         optimizer = self.optimizer.state_dict() if self.manager is None else self.adam.state_dict()
         found = bytes_of({"model": model, "optimizer": optimizer["state"]})
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer["param_groups"]
+        ]
         return found | {"groups": repr(groups).encode()}
 
     def objects(self) -> list[int]:
-        """What must stay: tensor objects, addresses, optimizer keys, and which names are one tensor."""
+        """What must stay: tensor objects, addresses, optimizer keys, and which names are one
+        tensor."""
         named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
         parts = [part.data_ptr() for _, value in named for _, part in local_parts(value)]
-        return [*(id(value) for _, value in named), *parts, *(id(key) for key in self.optimizer.state)]
+        return [
+            *(id(value) for _, value in named),
+            *parts,
+            *(id(key) for key in self.optimizer.state),
+        ]
 
 
 def build(kind: str, *, managed: bool = True, seed: int = 0) -> Program:
-    """A program of one kind: plain, ddp, fsdp2, external (fsdp2 under CPUOffloadPolicy), tp, or lora, whose head is tied."""
+    """A program of one kind: plain, ddp, fsdp2, external (fsdp2 under CPUOffloadPolicy), tp, or
+    lora, whose head is tied."""
     torch.manual_seed(seed)
     model: Any = Net(36 if kind == "tp" else 35)  # tensor parallelism computes with what it has
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
 
         model.head.weight = model.embed.weight
-        model = get_peft_model(model, LoraConfig(target_modules=["up", "down"], r=3, init_lora_weights=False))
+        model = get_peft_model(
+            model, LoraConfig(target_modules=["up", "down"], r=3, init_lora_weights=False)
+        )
     if kind == "ddp":
         model = DistributedDataParallel(model)
     if kind == "tp":

@@ -1,4 +1,5 @@
-"""What the DeepSpeed tests run on ranks: engines of every ZeRO stage, on its accelerator of CUDA or on that of the CPU."""
+"""What the DeepSpeed tests run on ranks: engines of every ZeRO stage, on its accelerator of CUDA or
+on that of the CPU."""
 
 from __future__ import annotations
 
@@ -22,9 +23,12 @@ def engine(stage: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu")
     import deepspeed
 
     backend: Any = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None  # an extension that is compiled where it is first used, for reductions that gloo does as well
+    # an extension that is compiled where it is first used, for reductions that gloo does as well
+    backend.build_shm_op = lambda: None
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False)
+        deepspeed.init_distributed(
+            dist_backend="gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False
+        )
     torch.manual_seed(0)
     width = WIDTH[device]
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
@@ -35,12 +39,16 @@ def engine(stage: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu")
         "zero_allow_untested_optimizer": True,
     }
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)[0]
+    return deepspeed.initialize(
+        model=model, optimizer=adam, config=config, dist_init_required=False
+    )[0]
 
 
 def batch(number: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
     seed = 100 * dist.get_rank() + number
-    return torch.randn(4, WIDTH[device], generator=torch.Generator().manual_seed(seed)).to(training.here(device), dtype)
+    return torch.randn(4, WIDTH[device], generator=torch.Generator().manual_seed(seed)).to(
+        training.here(device), dtype
+    )
 
 
 class Program(training.Program):
@@ -56,7 +64,8 @@ class Program(training.Program):
         return [getattr(self.optimizer, "optimizer", self.optimizer)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():  # under ZeRO 3 this rank's part: the parameter itself is empty now and then
+        # under ZeRO 3 this rank's part: the parameter itself is empty now and then
+        for name, parameter in self.model.named_parameters():
             yield name, getattr(parameter, "ds_tensor", parameter)
 
 

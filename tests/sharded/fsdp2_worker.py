@@ -35,7 +35,8 @@ class LoRA(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Two layers, a buffer that every forward writes, and a layer with one output: on the second rank nothing of it is left."""
+    """Two layers, a buffer that every forward writes, and a layer with one output: on the second
+    rank nothing of it is left."""
 
     def __init__(self, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
         super().__init__()
@@ -50,7 +51,11 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, blocks: int = 2, make: Callable[[torch.nn.Linear], torch.nn.Module] = lambda layer: layer) -> None:
+    def __init__(
+        self,
+        blocks: int = 2,
+        make: Callable[[torch.nn.Linear], torch.nn.Module] = lambda layer: layer,
+    ) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(WORDS, WIDTH)
         self.blocks = torch.nn.ModuleList(Block(make) for _ in range(blocks))
@@ -67,7 +72,9 @@ class Model(torch.nn.Module):
 def loss_of(model: torch.nn.Module, number: int, rank: int | None = None) -> torch.Tensor:
     seed = 7 * number + (dist.get_rank() if rank is None else rank)
     words = torch.randint(0, WORDS, (3, 5), generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.cross_entropy(model(words).float().flatten(0, 1), words.roll(1, 1).flatten())
+    return torch.nn.functional.cross_entropy(
+        model(words).float().flatten(0, 1), words.roll(1, 1).flatten()
+    )
 
 
 def sharded(model: Model, **options: Any) -> Model:
@@ -76,20 +83,35 @@ def sharded(model: Model, **options: Any) -> Model:
     return fully_shard(model, **options)
 
 
-def worker(model: torch.nn.Module, optimizer: Any, **keywords: Any) -> tuple[Manager, Handle, Handle]:
+def worker(
+    model: torch.nn.Module, optimizer: Any, **keywords: Any
+) -> tuple[Manager, Handle, Handle]:
     manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES), **keywords)
-    return manager, manager.register("actor", model, role="actor"), manager.register("actor.optimizer", optimizer)
+    return (
+        manager,
+        manager.register("actor", model, role="actor"),
+        manager.register("actor.optimizer", optimizer),
+    )
 
 
 # --- programs
 
 
-def plain_fsdp2(phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))) -> Program:
-    """Uneven shards, one rank without any of a parameter, tied weights, adapters added before sharding, frozen layers, prefetching."""
+def plain_fsdp2(
+    phases: Sequence[tuple[str, str]] = (
+        ("log_prob", "evaluate"),
+        ("train", "backward"),
+        ("train", "learn"),
+    ),
+) -> Program:
+    """Uneven shards, one rank without any of a parameter, tied weights, adapters added before
+    sharding, frozen layers, prefetching."""
     model = sharded(Model(make=LoRA))
     model.set_modules_to_forward_prefetch([model.blocks[0]])
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True
+    )
     return Program(model, optimizer, functools.partial(loss_of, model), phases=phases)
 
 
@@ -114,13 +136,19 @@ class Waiting(Program):
         yield from super().values()
         part: Any
         for path, part in self.model.named_modules():
-            for group in part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ():
+            for group in (
+                part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ()
+            ):
                 waiting = [("partial", group._partial_reduce_output)]
                 for index, each in enumerate(group.fsdp_params):
                     unsharded = getattr(each, "_unsharded_param", None)
                     waiting.append((f"{index}.accumulated", each.unsharded_accumulated_grad))
-                    waiting.append((f"{index}.unsharded", None if unsharded is None else unsharded.grad))
-                yield from ((f"{path}.{name}", tensor) for name, tensor in waiting if tensor is not None)
+                    waiting.append(
+                        (f"{index}.unsharded", None if unsharded is None else unsharded.grad)
+                    )
+                yield from (
+                    (f"{path}.{name}", tensor) for name, tensor in waiting if tensor is not None
+                )
 
 
 @dataclass
@@ -133,22 +161,33 @@ class Accumulating(Waiting):
         self.model.set_requires_gradient_sync(False)
         loss = super().backward(step)
         self.model.set_requires_gradient_sync(True)
-        assert {name.split(".")[-1] for name, _ in Waiting.values(self)} >= {self.kept}, "the gradients do not wait where they should"
+        assert {name.split(".")[-1] for name, _ in Waiting.values(self)} >= {self.kept}, (
+            "the gradients do not wait where they should"
+        )
         return loss
 
 
 def accumulating_fsdp2(param_dtype: torch.dtype | None) -> Program:
-    """Mixed precision, so that they wait in another type; blocks that stay unsharded after a forward."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    """Mixed precision, so that they wait in another type; blocks that stay unsharded after a
+    forward."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     model = sharded(Model(blocks=1), mp_policy=policy, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-2, momentum=0.9)
-    phases, kept = (("train", "backward"), ("train", "learn")), "unsharded" if param_dtype is None else "accumulated"
-    return Accumulating(model, optimizer, functools.partial(loss_of, model), phases=phases, kept=kept)
+    phases, kept = (
+        (("train", "backward"), ("train", "learn")),
+        "unsharded" if param_dtype is None else "accumulated",
+    )
+    return Accumulating(
+        model, optimizer, functools.partial(loss_of, model), phases=phases, kept=kept
+    )
 
 
 @dataclass
 class Hybrid(Waiting):
-    """The first backward reduces within the shards only: what it gave waits for the all-reduce, in no gradient of a parameter."""
+    """The first backward reduces within the shards only: what it gave waits for the all-reduce, in
+    no gradient of a parameter."""
 
     def backward(self, step: int) -> torch.Tensor:
         self.model.set_requires_all_reduce(False)
@@ -163,7 +202,12 @@ def hybrid_fsdp2() -> Program:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(Model(blocks=1), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return Hybrid(model, optimizer, functools.partial(loss_of, model), phases=(("train", "backward"), ("train", "learn")))
+    return Hybrid(
+        model,
+        optimizer,
+        functools.partial(loss_of, model),
+        phases=(("train", "backward"), ("train", "learn")),
+    )
 
 
 def several_meshes() -> Program:
@@ -173,7 +217,9 @@ def several_meshes() -> Program:
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     group: Any = dist.new_group([0, 1])
-    other = FSDPMeshInfo(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("experts",)), shard_mesh_dim=0)
+    other = FSDPMeshInfo(
+        DeviceMesh.from_group(group, "cpu", mesh_dim_names=("experts",)), shard_mesh_dim=0
+    )
     model = Model(blocks=1)
     experts = {id(parameter) for parameter in model.blocks[0].inner.parameters()}
 
@@ -185,7 +231,12 @@ def several_meshes() -> Program:
     block: Any = model.blocks[0]
     assert len(block._get_fsdp_state()._fsdp_param_groups) == 2
     optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-2)
-    return Program(model, optimizer, functools.partial(loss_of, model), phases=(("log_prob", "evaluate"), ("train", "learn")))
+    return Program(
+        model,
+        optimizer,
+        functools.partial(loss_of, model),
+        phases=(("log_prob", "evaluate"), ("train", "learn")),
+    )
 
 
 def tensor_parallel(mesh: DeviceMesh) -> torch.nn.Sequential:
@@ -196,16 +247,26 @@ def tensor_parallel(mesh: DeviceMesh) -> torch.nn.Sequential:
 
 
 def loss_of_numbers(model: torch.nn.Module, number: int) -> torch.Tensor:
-    return model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number))).square().mean()
+    return (
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(number))).square().mean()
+    )
 
 
 def tensor_parallel_program(optimizer: str, **options: Any) -> Program:
     model = tensor_parallel(init_device_mesh("cpu", (dist.get_world_size(),)))
     kind = getattr(torch.optim, optimizer)
     # Layer norms stay plain: DTensors and plain tensors cannot be stepped in one foreach.
-    groups = [{"params": [p for n, p in model.named_parameters() if ("norm" in n) is plain]} for plain in (True, False)]
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if ("norm" in n) is plain]}
+        for plain in (True, False)
+    ]
     phases = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
-    return Program(model, kind(groups, lr=1e-2, **options), functools.partial(loss_of_numbers, model), phases=phases)
+    return Program(
+        model,
+        kind(groups, lr=1e-2, **options),
+        functools.partial(loss_of_numbers, model),
+        phases=phases,
+    )
 
 
 def both_program(data: int, tensor: int) -> Program:
@@ -214,6 +275,14 @@ def both_program(data: int, tensor: int) -> Program:
     for part in model:
         fully_shard(part, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    groups = [{"params": [p for n, p in model.named_parameters() if ("norm" in n) is plain]} for plain in (True, False)]
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if ("norm" in n) is plain]}
+        for plain in (True, False)
+    ]
     phases = (("log_prob", "evaluate"), ("train", "learn"))
-    return Program(model, torch.optim.AdamW(groups, lr=1e-2), functools.partial(loss_of_numbers, model), phases=phases)
+    return Program(
+        model,
+        torch.optim.AdamW(groups, lr=1e-2),
+        functools.partial(loss_of_numbers, model),
+        phases=phases,
+    )

@@ -1,4 +1,5 @@
-"""Megatron-FSDP, built small: the package of that name, and what megatron-core brings along. Without a GPU inside `pretend_cuda()`."""
+"""Megatron-FSDP, built small: the package of that name, and what megatron-core brings along.
+Without a GPU inside `pretend_cuda()`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from tests.sharded import training
 from tests.sharded.pretend_cuda import pretend_cuda, replaced
 
-PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
+PACKAGES = {
+    "0.6.1": "megatron_fsdp",
+    "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp",
+}
 WIDTHS = {"cpu": (65, 33), "cuda": (1031, 519)}
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 
@@ -31,9 +35,14 @@ class Block(torch.nn.Module):
 
 
 def package(version: str) -> Any:
-    """A version's `fully_shard`. 0.6.1 does not go with megatron-core 0.16.1, so it is loaded as where there is none."""
+    """A version's `fully_shard`. 0.6.1 does not go with megatron-core 0.16.1, so it is loaded as
+    where there is none."""
     name = PACKAGES[version]
-    hidden = [each for each in ("megatron.core", *sys.modules) if each.startswith("megatron.core")] if name == "megatron_fsdp" else []
+    hidden = (
+        [each for each in ("megatron.core", *sys.modules) if each.startswith("megatron.core")]
+        if name == "megatron_fsdp"
+        else []
+    )
     with replaced(dict.fromkeys(hidden)):
         return importlib.import_module(f"{name}.fully_shard")
 
@@ -51,7 +60,8 @@ class Program(training.Program):
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().values():
-            if not name.endswith("_buffer"):  # between their shards lies what was there when they were allocated
+            # between their shards lies what was there when they were allocated
+            if not name.endswith("_buffer"):
                 yield name, tensor
 
     def backward(self, step: int) -> torch.Tensor:
@@ -67,14 +77,18 @@ class Program(training.Program):
 
 def loss_of(model: Any, device: str, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator).to(training.here(device))).square().mean()
+    loss: torch.Tensor = (
+        model(torch.randn(4, 16, generator=generator).to(training.here(device))).square().mean()
+    )
     return loss
 
 
 def build(version: str, strategy: str, device: str = "cpu") -> Program:
     fsdp = package(version)
     wide, narrow = WIDTHS[device]
-    mesh = torch.distributed.device_mesh.init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")
+    )
     model = fsdp.fully_shard_model(
         torch.nn.Sequential(Block(16, wide), Block(wide, narrow), torch.nn.Linear(narrow, 8)),
         device_mesh=mesh,
@@ -90,4 +104,6 @@ def build(version: str, strategy: str, device: str = "cpu") -> Program:
 
 
 def compare(version: str, strategy: str, **options: Any) -> training.Outcome:
-    return training.compare(functools.partial(build, version, strategy), within=pretend_cuda, **options)
+    return training.compare(
+        functools.partial(build, version, strategy), within=pretend_cuda, **options
+    )

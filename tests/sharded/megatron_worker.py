@@ -1,4 +1,5 @@
-"""Megatron-Core's DistributedDataParallel and optimizers, built small. Run on a rank, without a GPU inside `pretend_cuda()`."""
+"""Megatron-Core's DistributedDataParallel and optimizers, built small. Run on a rank, without a GPU
+inside `pretend_cuda()`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Kind:
     """See `Program`."""
 
     def __str__(self) -> str:
-        words = [str(self.dtype).removeprefix("torch."), "distributed" if self.is_distributed else "replicated"]
+        words = [
+            str(self.dtype).removeprefix("torch."),
+            "distributed" if self.is_distributed else "replicated",
+        ]
         words += ["overlap"] if self.overlaps else []
         words += ["precision-aware"] if self.is_precision_aware else []
         words += ["cast"] if self.has_masters else []
@@ -53,10 +57,12 @@ KINDS = (
 
 
 class DecoupledAdam(torch.optim.AdamW):
-    """What TransformerEngine's FusedAdam is to Megatron's precision-aware optimizer (`master_weights`, `use_decoupled_grad`).
+    """What TransformerEngine's FusedAdam is to Megatron's precision-aware optimizer
+    (`master_weights`, `use_decoupled_grad`).
 
-    It needs CUDA. The same shape: the parameters are shards of the model in bfloat16, gradients are in `decoupled_grad`, the main parameter
-    in float32 is state, and the step writes the model's shards itself.
+    It needs CUDA. The same shape: the parameters are shards of the model in bfloat16, gradients are
+    in `decoupled_grad`, the main parameter in float32 is state, and the step writes the model's
+    shards itself.
     """
 
     @torch.no_grad()
@@ -75,13 +81,18 @@ class DecoupledAdam(torch.optim.AdamW):
                 state, gradient = self.state[shard], shard.decoupled_grad.float()
                 state["exp_avg"].lerp_(gradient, 1 - first)
                 state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-                root = (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
-                state["master_param"].addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - first ** group["step"]))
+                root = (
+                    (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt_().add_(group["eps"])
+                )
+                state["master_param"].addcdiv_(
+                    state["exp_avg"], root, value=-group["lr"] / (1 - first ** group["step"])
+                )
                 shard.copy_(state["master_param"])
 
 
 class Net(torch.nn.Module):
-    """Several storages, an expert whose gradients go to the expert-parallel buffers, a frozen layer outside of every buffer."""
+    """Several storages, an expert whose gradients go to the expert-parallel buffers, a frozen layer
+    outside of every buffer."""
 
     def __init__(self, wide: int = 97, narrow: int = 33) -> None:
         super().__init__()
@@ -137,9 +148,16 @@ def optimize(kind: Kind, model: Any) -> Any:
     config.clip_grad = 0.0  # Megatron clips decoupled gradients by a kernel of TransformerEngine
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     chain = []
-    parts = ((False, "buffers", model.intra_dp_cp_group), (True, "expert_parallel_buffers", model.intra_expt_dp_group))
+    parts = (
+        (False, "buffers", model.intra_dp_cp_group),
+        (True, "expert_parallel_buffers", model.intra_expt_dp_group),
+    )
     for is_expert, field, group in parts:
-        parameters = [p for p in model.parameters() if p.requires_grad and getattr(p, "allreduce", True) is not is_expert]
+        parameters = [
+            p
+            for p in model.parameters()
+            if p.requires_grad and getattr(p, "allreduce", True) is not is_expert
+        ]
         one = megatron.DistributedOptimizer(
             DecoupledAdam([{"params": parameters}], lr=1e-2),
             config,
@@ -158,7 +176,8 @@ def optimize(kind: Kind, model: Any) -> Any:
 
 
 class Program(training.Program):
-    """A step as Megatron's training loop does it: two micro-batches, the first without synchronising, gradients in `main_grad`."""
+    """A step as Megatron's training loop does it: two micro-batches, the first without
+    synchronising, gradients in `main_grad`."""
 
     def backward(self, step: int) -> torch.Tensor:
         with self.model.no_sync():
@@ -207,15 +226,27 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def loss_of(model: Any, dtype: torch.dtype, number: int, device: str = "cpu") -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if dist.is_initialized() else 0))
-    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator).to(training.here(device), dtype)).float().square().mean()
+    generator = torch.Generator().manual_seed(
+        1000 * number + (dist.get_rank() if dist.is_initialized() else 0)
+    )
+    loss: torch.Tensor = (
+        model(torch.randn(4, 16, generator=generator).to(training.here(device), dtype))
+        .float()
+        .square()
+        .mean()
+    )
     return loss
 
 
 def build(kind: Kind, device: str = "cpu") -> Program:
     start()
     model = wrap(kind, Net(*WIDTHS[device]).to(training.here(device)))
-    return Program(model, optimize(kind, model), functools.partial(loss_of, model, kind.dtype, device=device), has_masters=kind.has_masters)
+    return Program(
+        model,
+        optimize(kind, model),
+        functools.partial(loss_of, model, kind.dtype, device=device),
+        has_masters=kind.has_masters,
+    )
 
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:
@@ -223,8 +254,8 @@ def compare(kind: Kind, **options: Any) -> training.Outcome:
 
 
 def host_bytes_saved(kind: Kind, device: str = "cpu") -> tuple[int, int, int]:
-    """The host memory of the model that its masters save after steps, the bytes of the weights that are trained, and what the optimizer's
-    host memory differs by."""
+    """The host memory of the model that its masters save after steps, the bytes of the weights that
+    are trained, and what the optimizer's host memory differs by."""
     held = []
     for has_masters in (False, True):
         with pretend_cuda() if device == "cpu" else nullcontext():
@@ -238,13 +269,19 @@ def host_bytes_saved(kind: Kind, device: str = "cpu") -> tuple[int, int, int]:
                     program.learn(number)
             held.append({handle.name: handle.host_bytes for handle in manager.snapshot().handles})
             manager.close()
-    weight_bytes = sum(parameter.nbytes for parameter in program.model.parameters() if parameter.requires_grad)
-    return held[0]["actor"] - held[1]["actor"], weight_bytes, held[0]["actor.optimizer"] - held[1]["actor.optimizer"]
+    weight_bytes = sum(
+        parameter.nbytes for parameter in program.model.parameters() if parameter.requires_grad
+    )
+    return (
+        held[0]["actor"] - held[1]["actor"],
+        weight_bytes,
+        held[0]["actor.optimizer"] - held[1]["actor.optimizer"],
+    )
 
 
 def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
-    """Steps with one host copy of the weights for the data-parallel ranks, and of an optimizer that is not distributed. The ranks that
-    share each range, by handle."""
+    """Steps with one host copy of the weights for the data-parallel ranks, and of an optimizer that
+    is not distributed. The ranks that share each range, by handle."""
     with pretend_cuda():
         seed(0)
         plain = build(kind)
@@ -254,18 +291,24 @@ def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
         manager = Manager(device=training.device_of("cpu"), group=group, budget_bytes=1 << 40)
         handles = [
             manager.register("actor", placed.model, role="actor", replicated=True),
-            manager.register("actor.optimizer", placed.optimizer, replicated=not kind.is_distributed),
+            manager.register(
+                "actor.optimizer", placed.optimizer, replicated=not kind.is_distributed
+            ),
         ]
         for step in range(4):
             for phase, method in plain.phases:
                 wanted = getattr(plain, method)(step)
                 with manager.phase(phase):
-                    assert training.as_bytes(getattr(placed, method)(step)) == training.as_bytes(wanted)
+                    assert training.as_bytes(getattr(placed, method)(step)) == training.as_bytes(
+                        wanted
+                    )
             assert [handle.resident_bytes for handle in handles] == [0, 0]
         shared = [shared_with(handle) for handle in handles[: 1 if kind.is_distributed else 2]]
         with manager.phase("train"):
             found, wanted = dict(placed.values()), dict(plain.values())
             assert found.keys() == wanted.keys()
-            assert all(training.as_bytes(found[name]) == training.as_bytes(wanted[name]) for name in wanted)
+            assert all(
+                training.as_bytes(found[name]) == training.as_bytes(wanted[name]) for name in wanted
+            )
         manager.close()
     return shared

@@ -1,4 +1,5 @@
-"""One training program for each way of sharding, on whatever device: the same bodies run with gloo and with NCCL."""
+"""One training program for each way of sharding, on whatever device: the same bodies run with gloo
+and with NCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -42,7 +49,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks between layers that belong to the root, and a buffer that a forward pass writes."""
+    """Two blocks between layers that belong to the root, and a buffer that a forward pass
+    writes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +86,9 @@ def rows(number: int, device: str, *, same_data: bool) -> torch.Tensor:
 
 
 def program(model: Any, device: str, *, same_data: bool = False, **options: Any) -> Program:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, **options)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, **options
+    )
 
     def loss(number: int) -> torch.Tensor:
         out: torch.Tensor = model(rows(number, device, same_data=same_data)).float().square().mean()
@@ -115,7 +125,9 @@ def fsdp1(device: str, use_orig_params: bool) -> Program:
         device_id=here(device),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=use_orig_params,
-        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if use_orig_params else None,
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+        if use_orig_params
+        else None,
     )
     return program(model, device)
 
@@ -132,14 +144,19 @@ def ddp(device: str) -> Program:
     """DDP whose gradients are views of its buckets."""
     model = net(device)
     ids = None if device == "cpu" else [here(device).index]
-    return program(nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), device)
+    return program(
+        nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True),
+        device,
+    )
 
 
 def tensor_parallel(device: str) -> Program:
     """Each block's layers cut over the ranks, the rest whole on each."""
     model = net(device)
     for block in model.blocks:
-        parallelize_module(block, mesh(device), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block, mesh(device), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     # Plain tensors and DTensors do not go into one fused call.
     return program(model, device, same_data=True, foreach=False)
 
@@ -165,7 +182,8 @@ def lora(device: str) -> Program:
     model = with_adapters(base)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero as PEFT makes it: then nothing but it would learn in the first step
+            # zero as PEFT makes it: then nothing but it would learn in the first step
+            if "lora_B" in name:
                 parameter.normal_(std=0.02)
     for block in base.blocks:
         fully_shard(block, mesh=mesh(device))
@@ -174,7 +192,8 @@ def lora(device: str) -> Program:
 
 
 PROGRAMS: dict[str, Callable[[str], Program]] = {
-    each.__name__: each for each in (fsdp2, cpu_offload, fsdp1_original, fsdp1_flat, ddp, tensor_parallel, lora)
+    each.__name__: each
+    for each in (fsdp2, cpu_offload, fsdp1_original, fsdp1_flat, ddp, tensor_parallel, lora)
 }
 
 
@@ -186,12 +205,14 @@ def compare(name: str, device: str, steps: int = training.STEPS) -> training.Out
 
 
 def check_moved(outcomes: list[training.Outcome], name: str) -> None:
-    """What is ours to move was on the device and left it; what the framework places was never moved."""
+    """What is ours to move was on the device and left it; what the framework places was never
+    moved."""
     for outcome in outcomes:
         assert set(outcome.offloaded_bytes) == {"actor", "actor.optimizer"}
         for handle in outcome.offloaded_bytes:
             assert (outcome.offloaded_bytes[handle] > 0) == (name != "cpu_offload"), handle
-            # Of an external model what it has on the device itself: on a GPU a buffer of one number.
+            # Of an external model what it has on the device itself: on a GPU a buffer of one
+            # number.
             assert (outcome.resident_bytes[handle] > 4) == (name != "cpu_offload"), handle
 
 
@@ -200,7 +221,8 @@ SAVED = [name for name in PROGRAMS if not name.startswith("fsdp1")]
 
 
 def started(name: str, device: str) -> training.Program:
-    """A program of which no phase uses the model while it is published: streamed, it is not on the device then."""
+    """A program of which no phase uses the model while it is published: streamed, it is not on the
+    device then."""
     torch.manual_seed(0)
     program = PROGRAMS[name](device)
     program.phases = tuple(each for each in program.phases if each[0] != "weight_sync")
@@ -233,7 +255,8 @@ class Published:
     expected_names: list[str]
     different: list[str]
     forms_differ: list[str]
-    """Weights of which `weights_info`, asked while everything was offloaded, said another name, shape or dtype."""
+    """Weights of which `weights_info`, asked while everything was offloaded, said another name,
+    shape or dtype."""
     peak_bytes: int
     """Of torch's allocator on a GPU, above what it held before; 0 elsewhere."""
     bound_bytes: int
@@ -252,7 +275,9 @@ def whole(name: str, device: str) -> dict[str, torch.Tensor]:
 
 def publish(name: str, device: str, streamed: bool) -> Published:
     expected = whole(name, device)
-    _, manager = managed(name, device, policy=Colocated(stream_sync=True) if streamed else "colocated")
+    _, manager = managed(
+        name, device, policy=Colocated(stream_sync=True) if streamed else "colocated"
+    )
     actor = manager.handles["actor"]
     info = {each.name: (each.shape, each.dtype) for each in actor.weights_info()}
     largest = max(tensor.nbytes for tensor in expected.values())
@@ -266,17 +291,22 @@ def publish(name: str, device: str, streamed: bool) -> Published:
                 names.append(key)
                 if info.get(key) != (tuple(tensor.shape), tensor.dtype):
                     forms_differ.append(key)
-                if key in expected and training.as_bytes(tensor) != training.as_bytes(expected[key]):
+                if key in expected and training.as_bytes(tensor) != training.as_bytes(
+                    expected[key]
+                ):
                     different.append(key)
             del bucket, tensor
         if device == "cuda":
             peak = torch.cuda.max_memory_allocated() - base
     assert_nothing_resident(manager, allow_foreign=True)
     manager.close()
-    # A tensor larger than a bucket comes alone; while it is gathered there are its parts as well. Beside it what an adapter adds to it,
-    # or this rank's part of what is not cut along its first dimension.
+    # A tensor larger than a bucket comes alone; while it is gathered there are its parts as well.
+    # Beside it what an adapter adds to it, or this rank's part of what is not cut along its first
+    # dimension.
     tensors = 3 if name in ("lora", "tensor_parallel") else 2
-    return Published(names, list(expected), different, forms_differ, peak, tensors * largest + (1 << 20))
+    return Published(
+        names, list(expected), different, forms_differ, peak, tensors * largest + (1 << 20)
+    )
 
 
 def check_published(published: Published) -> None:
@@ -290,7 +320,8 @@ def save_and_load(name: str, device: str, path: str) -> None:
     program, manager = managed(name, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()  # with what is adopted, where torch counts it as allocated in either state
+        # with what is adopted, where torch counts it as allocated in either state
+        before = torch.cuda.memory_allocated()
     placement.checkpoint.save(manager, path)
     assert_nothing_resident(manager, allow_foreign=True)
     if device == "cuda":
@@ -304,7 +335,8 @@ def save_and_load(name: str, device: str, path: str) -> None:
 
     program = started(name, device)
     with torch.no_grad():
-        for parameter in program.model.parameters():  # nothing of what is loaded may be there already
+        # nothing of what is loaded may be there already
+        for parameter in program.model.parameters():
             for _, part in training.local_parts(parameter):
                 part.fill_(7)
     manager = placement.Manager(device=training.device_of(device))

@@ -1,7 +1,9 @@
-"""Lets Megatron's own classes run without an accelerator: what asks for CUDA gets the CPU, and is told that it is CUDA.
+"""Lets Megatron's own classes run without an accelerator: what asks for CUDA gets the CPU, and is
+told that it is CUDA.
 
-Nothing of Megatron is replaced. Its classes hard-code `device="cuda"`, `torch.cuda.current_device()` and the names of CUDA tensor types;
-those alone are answered differently, for the calling thread, while the context is open.
+Nothing of Megatron is replaced. Its classes hard-code `device="cuda"`,
+`torch.cuda.current_device()` and the names of CUDA tensor types; those alone are answered
+differently, for the calling thread, while the context is open.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _CPU = torch.device("cpu")
 class _Everything(TorchFunctionMode):
     """Every tensor says that it is of CUDA."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = _on_cpu(dict(kwargs or {}))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -38,14 +42,19 @@ class _Everything(TorchFunctionMode):
 
 
 class _Marked(TorchFunctionMode):
-    """Those tensors say that they are of CUDA that were marked, or were made from such without going to the CPU."""
+    """Those tensors say that they are of CUDA that were marked, or were made from such without
+    going to the CPU."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = dict(kwargs or {})
         kwargs = _on_cpu(dict(given))
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return _is_marked(args[0])
-        target = str(given.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else ""))
+        target = str(
+            given.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else "")
+        )
         if func is torch.Tensor.cpu or (func is torch.Tensor.to and target == "cpu"):
             return args[0].detach().clone() if _is_marked(args[0]) else args[0]
         if func is torch.Tensor.cuda or (func is torch.Tensor.to and target.startswith("cuda")):
@@ -53,8 +62,15 @@ class _Marked(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         result = func(*args, **kwargs)
-        comes_of = any(_is_marked(each) for each in args if isinstance(each, torch.Tensor)) or target.startswith("cuda")
-        if comes_of and target != "cpu" and isinstance(result, torch.Tensor) and not any(result is each for each in args):
+        comes_of = any(
+            _is_marked(each) for each in args if isinstance(each, torch.Tensor)
+        ) or target.startswith("cuda")
+        if (
+            comes_of
+            and target != "cpu"
+            and isinstance(result, torch.Tensor)
+            and not any(result is each for each in args)
+        ):
             mark(result)
         return result
 
@@ -71,7 +87,9 @@ def _is_marked(tensor: Any) -> bool:
 
 def _is_cuda(device: Any) -> bool:
     """Whether an argument is a device of CUDA: by name, as an object, or a number."""
-    return type(device) is int or (isinstance(device, (str, torch.device)) and str(device).startswith("cuda"))
+    return type(device) is int or (
+        isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    )
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -84,18 +102,31 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 _OF_TORCH_CUDA = {
     "current_device": mock.MagicMock(return_value=0),
     "stream": mock.MagicMock(return_value=contextlib.nullcontext()),
-    **{name: mock.MagicMock() for name in ("synchronize", "empty_cache", "Stream", "current_stream", "default_stream", "Event")},
+    **{
+        name: mock.MagicMock()
+        for name in (
+            "synchronize",
+            "empty_cache",
+            "Stream",
+            "current_stream",
+            "default_stream",
+            "Event",
+        )
+    },
 }
-"""What stands in for it, made once because making mocks takes milliseconds. On a CPU everything is in order by itself."""
+"""What stands in for it, made once because making mocks takes milliseconds. On a CPU everything is
+in order by itself."""
 
 
 @contextlib.contextmanager
 def pretend_cuda(*, only_marked: bool = False) -> Iterator[None]:
     """The context. Only marked tensors are of CUDA, or all of them."""
-    importlib.import_module("torch._dynamo")  # which DTensor imports at its first use: it must see what torch.cuda really is
+    # which DTensor imports at its first use: it must see what torch.cuda really is
+    importlib.import_module("torch._dynamo")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Megatron warns of TransformerEngine and Apex, which are not there
+        # Megatron warns of TransformerEngine and Apex, which are not there
+        warnings.simplefilter("ignore")
         stack.enter_context(mock.patch.multiple(torch.cuda, **_OF_TORCH_CUDA))
         stack.enter_context(_Marked() if only_marked else _Everything())
         yield
@@ -103,8 +134,9 @@ def pretend_cuda(*, only_marked: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(modules: Mapping[str, Any]) -> Iterator[None]:
-    """These entries of `sys.modules`; None hides a module. What is imported in the meantime stays, unlike with `mock.patch.dict`: torch
-    registers operators when parts of it are imported, and refuses to do so again."""
+    """These entries of `sys.modules`; None hides a module. What is imported in the meantime stays,
+    unlike with `mock.patch.dict`: torch registers operators when parts of it are imported, and
+    refuses to do so again."""
     known = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
     try:

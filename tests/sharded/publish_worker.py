@@ -1,4 +1,5 @@
-"""What ranks do in the tests of publishing: build a sharded model, publish it, compare with its full state dict."""
+"""What ranks do in the tests of publishing: build a sharded model, publish it, compare with its
+full state dict."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Uneven, tied, with a frozen part, a scalar, values that only bytes tell apart, and a transposed weight."""
+    """Uneven, tied, with a frozen part, a scalar, values that only bytes tell apart, and a
+    transposed weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,11 @@ def fsdp2(model: Any, offload: OffloadPolicy | None = None, **options: Any) -> A
 
 
 def fsdp2_external(model: Any) -> Any:
-    return fsdp2(model, CPUOffloadPolicy(pin_memory=False), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fsdp2(
+        model,
+        CPUOffloadPolicy(pin_memory=False),
+        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
 
 
 def fsdp2_mixed(model: Any) -> Any:
@@ -117,14 +123,20 @@ def fsdp2_rows(model: Any) -> Any:
     """Sharded along dimension 1 where that divides."""
 
     def along(parameter: torch.nn.Parameter) -> Any:
-        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0 else Shard(0)
+        return (
+            Shard(1)
+            if parameter.ndim == 2 and parameter.shape[1] % dist.get_world_size() == 0
+            else Shard(0)
+        )
 
     return fsdp2(model, shard_placement_fn=along)
 
 
 def _fsdp1(model: Any, of: Any, **options: Any) -> Any:
     policy = ModuleWrapPolicy({type(model.blocks[0])} if of is None else of)
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy, **options)
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), auto_wrap_policy=policy, **options
+    )
 
 
 def fsdp1_flat(model: Any, of: Any = None) -> Any:
@@ -142,14 +154,21 @@ def fsdp1_whole(model: Any, of: Any = None) -> Any:
 
 def fsdp2_hybrid(model: Any) -> Any:
     """Replicated on a first dimension of the mesh."""
-    return fsdp2(model, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+    return fsdp2(
+        model,
+        mesh=init_device_mesh(
+            "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+        ),
+    )
 
 
 def fsdp2_of_tensor_parallel(model: Any) -> Any:
     """Cut by tensor parallelism and then by FSDP2, on the same dimension of the tensor."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     return fsdp2(model, mesh=mesh["data"])
 
 
@@ -183,7 +202,11 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
 
 
 def manager_of(*, streams: bool = False, **settings: Any) -> Manager:
-    return Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK_BYTES), policy=Colocated(stream_sync=streams), **settings)
+    return Manager(
+        device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK_BYTES),
+        policy=Colocated(stream_sync=streams),
+        **settings,
+    )
 
 
 def placed(module: Any, **settings: Any) -> tuple[Manager, Handle]:
@@ -193,7 +216,8 @@ def placed(module: Any, **settings: Any) -> tuple[Manager, Handle]:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that torch made while it is on and that are still alive: what publishing takes on a device.
+    """Counts the bytes of tensors that torch made while it is on and that are still alive: what
+    publishing takes on a device.
 
     Not those over a range or a host copy, nor the host copy of what is external.
     """
@@ -205,7 +229,8 @@ class Live(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> Live:
-        self._left_alone = mock.patch.object(ahead, "without_modes", nullcontext)  # publishing leaves the modes of its caller
+        # publishing leaves the modes of its caller
+        self._left_alone = mock.patch.object(ahead, "without_modes", nullcontext)
         self._left_alone.start()
         return super().__enter__()
 
@@ -213,11 +238,21 @@ class Live(TorchDispatchMode):
         self._left_alone.stop()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if type(each) is torch.Tensor}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((args, kwargs))
+            if type(each) is torch.Tensor
+        }
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) is torch.Tensor and not tensor.is_meta and not self._is_known(tensor.untyped_storage().data_ptr()):
+            if (
+                type(tensor) is torch.Tensor
+                and not tensor.is_meta
+                and not self._is_known(tensor.untyped_storage().data_ptr())
+            ):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in before:
                     self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -226,7 +261,8 @@ class Live(TorchDispatchMode):
         return result
 
     def settled(self, enough: int) -> int:
-        """What is alive once the threads of a collective that is through have let go of its tensors, or at most `enough`."""
+        """What is alive once the threads of a collective that is through have let go of its
+        tensors, or at most `enough`."""
         for _ in range(20):
             if self.now <= enough:
                 break
@@ -234,17 +270,24 @@ class Live(TorchDispatchMode):
         return self.now
 
     def _is_known(self, address: int) -> bool:
-        return RANGES.owner_of(address) is not None or any(0 <= address - slab.address < slab.nbytes for slab in self._slabs)
+        return RANGES.owner_of(address) is not None or any(
+            0 <= address - slab.address < slab.nbytes for slab in self._slabs
+        )
 
     @property
     def now(self) -> int:
-        self._seen = {key: (ref, nbytes) for key, (ref, nbytes) in self._seen.items() if not ref.expired()}
+        self._seen = {
+            key: (ref, nbytes) for key, (ref, nbytes) in self._seen.items() if not ref.expired()
+        }
         return sum(nbytes for _, nbytes in self._seen.values())
 
 
 def read(handle: Any, **options: Any) -> dict[str, torch.Tensor]:
-    """What a handle publishes, in memory of our own; names, shapes and types are as announced, and no two buckets share."""
-    announced = handle.weights_info(**{key: value for key, value in options.items() if key != "bucket_bytes"})
+    """What a handle publishes, in memory of our own; names, shapes and types are as announced, and
+    no two buckets share."""
+    announced = handle.weights_info(
+        **{key: value for key, value in options.items() if key != "bucket_bytes"}
+    )
     found: dict[str, torch.Tensor] = {}
     for bucket in handle.weights(**options):
         for name, tensor in bucket:
@@ -253,13 +296,17 @@ def read(handle: Any, **options: Any) -> dict[str, torch.Tensor]:
             assert type(tensor) is torch.Tensor
             assert not tensor.requires_grad
             found[name] = tensor.clone()
-            tensor.view(torch.uint8).fill_(0xAB) if tensor.is_contiguous() and tensor.ndim else None  # it is ours: nobody notices
-    assert [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()] == announced
+            # it is ours: nobody notices
+            tensor.view(torch.uint8).fill_(0xAB) if tensor.is_contiguous() and tensor.ndim else None
+    assert [
+        WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
+    ] == announced
     return found
 
 
 def publish(build: str, streams: bool) -> dict[str, Any]:
-    """Publish a model that is resident or streamed, sharded and with its root left unsharded by a forward."""
+    """Publish a model that is resident or streamed, sharded and with its root left unsharded by a
+    forward."""
     model = Model()
     wanted = wanted_of(model)
     module = BUILDS[build](copy.deepcopy(model))
@@ -271,7 +318,8 @@ def publish(build: str, streams: bool) -> dict[str, Any]:
             assert (actor.resident_bytes == 0) is streams
     assert_nothing_resident(manager, allow_foreign=True)
     with manager.phase("log_prob") as phase:
-        if not build.endswith("tensor_parallel"):  # whose uneven rows torch can cut, but not compute with
+        # whose uneven rows torch can cut, but not compute with
+        if not build.endswith("tensor_parallel"):
             with torch.no_grad():
                 module(tokens())  # the root of FSDP2 and FSDP1 stays unsharded
         infos.append(actor.weights_info())
@@ -283,8 +331,11 @@ def publish(build: str, streams: bool) -> dict[str, Any]:
     return {"external": actor.external}
 
 
-def peak(build: str, streams: bool, bucket_bytes: int, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Most bytes that publishing had of its own at once, and the size of the largest weight as it is published."""
+def peak(
+    build: str, streams: bool, bucket_bytes: int, dtype: torch.dtype | None
+) -> tuple[int, int]:
+    """Most bytes that publishing had of its own at once, and the size of the largest weight as it
+    is published."""
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(torch.nn.Linear(64, rows) for rows in (61, 128, 7, 64, 64))
     module = BUILDS[build](model)
@@ -293,4 +344,7 @@ def peak(build: str, streams: bool, bucket_bytes: int, dtype: torch.dtype | None
         deque(actor.weights(bucket_bytes=bucket_bytes, dtype=dtype), maxlen=0)
         assert live.settled(0) == 0
     assert_nothing_resident(manager, allow_foreign=True)
-    return live.peak, max(info.dtype.itemsize * torch.Size(info.shape).numel() for info in actor.weights_info(dtype=dtype))
+    return live.peak, max(
+        info.dtype.itemsize * torch.Size(info.shape).numel()
+        for info in actor.weights_info(dtype=dtype)
+    )

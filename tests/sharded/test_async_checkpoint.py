@@ -1,4 +1,5 @@
-"""Asynchronous saves: the bytes of the call, whatever happens while they are written, and moves that wait for what they would overwrite."""
+"""Asynchronous saves: the bytes of the call, whatever happens while they are written, and moves
+that wait for what they would overwrite."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def busy() -> Iterator[Busy]:
 
 
 def values(worker: Worker) -> dict[str, Any]:
-    return copy.deepcopy({name: handle.state_dict() for name, handle in worker.manager.handles.items() if name != "ref"})
+    return copy.deepcopy(
+        {
+            name: handle.state_dict()
+            for name, handle in worker.manager.handles.items()
+            if name != "ref"
+        }
+    )
 
 
 def in_a_thread(act: Callable[[], None]) -> threading.Thread:
@@ -49,7 +56,8 @@ def in_a_thread(act: Callable[[], None]) -> threading.Thread:
 
 
 def waits(thread: threading.Thread) -> bool:
-    """Whether a thread has come to where it waits for a reader (it would be through long before otherwise)."""
+    """Whether a thread has come to where it waits for a reader (it would be through long before
+    otherwise)."""
     thread.join(0.1)
     return thread.is_alive()
 
@@ -60,7 +68,9 @@ def assert_saved(path: Path, wanted: Any) -> None:
     assert_same(values(fresh), wanted)
 
 
-def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(busy: Busy, tmp_path: Path) -> None:
+def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(
+    busy: Busy, tmp_path: Path
+) -> None:
     worker = trained()
     wanted = values(worker)
     writing = checkpoint.async_save(worker.manager, tmp_path / "a")
@@ -83,8 +93,12 @@ def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(busy: B
         assert_same(dict(worker.net.state_dict()), dict(after["actor"]))
 
 
-@pytest.mark.parametrize(("phase", "make"), [("train", Worker), ("train", trained), ("weight_sync", trained)])
-def test_a_save_on_the_device_has_the_values_of_the_call(phase: str, make: Callable[[], Worker], busy: Busy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "make"), [("train", Worker), ("train", trained), ("weight_sync", trained)]
+)
+def test_a_save_on_the_device_has_the_values_of_the_call(
+    phase: str, make: Callable[[], Worker], busy: Busy, tmp_path: Path
+) -> None:
     """Also those of state that the step before has created, and of counters on the CPU."""
     worker = make()
     with worker.manager.phase("train") as step:
@@ -117,7 +131,9 @@ def test_what_a_save_brought_to_the_host_is_not_copied_a_second_time(tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["unregister", "close", "load"])
-def test_what_would_overwrite_or_give_up_the_host_copy_waits(how: str, busy: Busy, tmp_path: Path) -> None:
+def test_what_would_overwrite_or_give_up_the_host_copy_waits(
+    how: str, busy: Busy, tmp_path: Path
+) -> None:
     worker = trained()
     checkpoint.save(worker.manager, tmp_path / "other")
     with worker.manager.phase("train"):
@@ -140,7 +156,9 @@ def test_what_would_overwrite_or_give_up_the_host_copy_waits(how: str, busy: Bus
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "train"])
-def test_a_writer_that_fails_says_so_and_lets_go(phase: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_writer_that_fails_says_so_and_lets_go(
+    phase: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = trained()
     (tmp_path / "file").write_text("in the way")
     with worker.manager.phase(phase):
@@ -167,10 +185,14 @@ def test_a_save_that_cannot_begin_lends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["checkpoint", "train"])
-def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Busy, tmp_path: Path) -> None:
+def test_what_hooks_compute_is_saved_as_it_was_at_the_call(
+    phase: str, busy: Busy, tmp_path: Path
+) -> None:
     worker, other = trained(), Worker()
     for each in (worker, other):
-        each.net._register_state_dict_hook(lambda _, found, *__: found.update({"0.weight": found["0.weight"].bfloat16()}))
+        each.net._register_state_dict_hook(
+            lambda _, found, *__: found.update({"0.weight": found["0.weight"].bfloat16()})
+        )
     wanted = copy.deepcopy(dict(worker.actor.state_dict()))
     assert wanted["0.weight"].isfinite().all()
     with worker.manager.phase(phase):

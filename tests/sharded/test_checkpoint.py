@@ -1,4 +1,5 @@
-"""Checkpoints of sharded models: in every state, on one and two ranks, with and without placement, resumed bit for bit."""
+"""Checkpoints of sharded models: in every state, on one and two ranks, with and without placement,
+resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ from tests.sharded.training import as_bytes, assert_same, bytes_of
 from tests.support.ranks import Ranks, on_ranks
 
 CPU_OFFLOADED, GPU_RESIDENT, TRAINING = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING
-STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "training": "train", "checkpoint": "checkpoint"}
+STATES = {
+    "offloaded": None,
+    "resident": "log_prob",
+    "syncing": "weight_sync",
+    "training": "train",
+    "checkpoint": "checkpoint",
+}
 
 
 def _in(program: Program, phase: str | None, act: Callable[[], None]) -> None:
@@ -63,7 +70,11 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
     program.train(1, 2)
     wanted = program.values()
     for name, phase in STATES.items():
-        how = checkpoint.save if name != "training" else lambda *its: checkpoint.async_save(*its).result()
+        how = (
+            checkpoint.save
+            if name != "training"
+            else lambda *its: checkpoint.async_save(*its).result()
+        )
         _in(program, phase, functools.partial(how, manager, tmp_path / name))
     after = program.train(3, 4, 5)
     end = program.values()
@@ -95,12 +106,18 @@ def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: 
     checkpoint.save(program.manager, tmp_path / "ours")
     after = program.train(3, 4)
     plain = build(kind, managed=False, seed=1)
-    state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
+    state = {
+        "actor": get_model_state_dict(plain.model),
+        "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer),
+    }
     dcp.load(state, checkpoint_id=tmp_path / "ours")
     set_model_state_dict(plain.model, state["actor"])  # type: ignore[arg-type]
     set_optimizer_state_dict(plain.model, plain.optimizer, state["actor.optimizer"])  # type: ignore[arg-type]
     assert_same(plain.values(), wanted, "read by torch")
-    state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
+    state = {
+        "actor": get_model_state_dict(plain.model),
+        "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer),
+    }
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     fresh = build(kind, seed=1)
     checkpoint.load(fresh.manager, tmp_path / "theirs")
@@ -117,8 +134,14 @@ def whole(kind: str, root: str, act: str) -> dict[str, Any]:
         checkpoint.save(program.manager, root)
     else:
         checkpoint.load(program.manager, root)
-    shown = {"model": checkpoint.Model(program.actor).state_dict(), "optimizer": checkpoint.Optimizer(program.adam).state_dict()["state"]}
-    return {key: as_bytes(value.full_tensor() if hasattr(value, "full_tensor") else value) for key, value in nested_tensors(shown, "")}
+    shown = {
+        "model": checkpoint.Model(program.actor).state_dict(),
+        "optimizer": checkpoint.Optimizer(program.adam).state_dict()["state"],
+    }
+    return {
+        key: as_bytes(value.full_tensor() if hasattr(value, "full_tensor") else value)
+        for key, value in nested_tensors(shown, "")
+    }
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
@@ -139,23 +162,35 @@ def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
     program = build("fsdp2")
     program.train(1, 2)
     wanted = program.values()
-    state = {"model": checkpoint.Model(program.actor), "optimizer": checkpoint.Optimizer(program.adam), "step": 2}
+    state = {
+        "model": checkpoint.Model(program.actor),
+        "optimizer": checkpoint.Optimizer(program.adam),
+        "step": 2,
+    }
     dcp.save(dict(state), checkpoint_id=tmp_path / "saved")
-    group = dist.new_group(backend="gloo")  # training goes on, and collectives of two threads must not meet in one group
-    writing: Any = dcp.async_save(dict(state), checkpoint_id=tmp_path / "async", process_group=group)
+    # training goes on, and collectives of two threads must not meet in one group
+    group = dist.new_group(backend="gloo")
+    writing: Any = dcp.async_save(
+        dict(state), checkpoint_id=tmp_path / "async", process_group=group
+    )
     program.train(3)
     writing.result()
     assert program.values() != wanted
     for name in ("saved", "async"):
         fresh = build("fsdp2", seed=1)
-        found: dict[str, Any] = {"model": checkpoint.Model(fresh.actor), "optimizer": checkpoint.Optimizer(fresh.adam), "step": 0}
+        found: dict[str, Any] = {
+            "model": checkpoint.Model(fresh.actor),
+            "optimizer": checkpoint.Optimizer(fresh.adam),
+            "step": 0,
+        }
         dcp.load(found, checkpoint_id=tmp_path / name, planner=checkpoint.LoadPlanner())
         assert found["step"] == 2
         assert_same(fresh.values(), wanted, name)
         fresh.train(3)
         assert_same(fresh.values(), program.values(), name)
         program.train(4)
-        dcp.load(dict(state), checkpoint_id=tmp_path / name)  # in place, by torch's own planner: everything is there
+        # in place, by torch's own planner: everything is there
+        dcp.load(dict(state), checkpoint_id=tmp_path / name)
         assert_same(program.values(), wanted, f"{name}, in place")
         program.train(3)
 
@@ -170,7 +205,8 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> No
         program.step(2)
         if dist.get_rank() == 1:
             program.manager.device.fail("copy", at=1)
-        with pytest.raises((placement.CheckpointError, InjectedFault), match="injected fault"):  # or the others' offload waits for ever
+        # or the others' offload waits for ever
+        with pytest.raises((placement.CheckpointError, InjectedFault), match="injected fault"):
             checkpoint.async_save(program.manager, tmp_path / "half")
     before = program.values()
     if dist.get_rank() == 1:
@@ -179,7 +215,19 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> No
         program.model.row = torch.nn.Parameter(torch.randn(1, WIDTH + 1))
         program.manager.register("actor", program.model, role="actor")
     chosen = ["actor", "no such handle" if dist.get_rank() == 1 else "actor.optimizer"]
-    for only, said in ((["actor"], r"'actor': row has shape \(1, 12\) in the checkpoint, but \(1, 13\) here"), (chosen, "no such handle")):
+    for only, said in (
+        (
+            ["actor"],
+            (
+                r"'actor': row has shape \(1, 12\) in the "
+                r"checkpoint, "
+                r"but "
+                r"\(1, "
+                r"13\) here"
+            ),
+        ),
+        (chosen, "no such handle"),
+    ):
         with pytest.raises(placement.PlacementError, match=said):
             checkpoint.load(program.manager, tmp_path / "fine", only=only)
     dist.barrier()  # nobody is left behind in a collective
@@ -187,13 +235,15 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> No
 
 
 def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
-    """FSDP2 along one dimension of a mesh and tensor parallelism along the other, for some layers only: the rest are replicas.
+    """FSDP2 along one dimension of a mesh and tensor parallelism along the other, for some layers
+    only: the rest are replicas.
 
     Args:
         unlike: a replica has lost its likeness by one element, on the last rank.
 
     Returns:
-        What the save said, and whether a load of ours and one of torch's bring the saved values back.
+        What the save said, and whether a load of ours and one of torch's bring the saved values
+        back.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = Net(36)
@@ -220,21 +270,30 @@ def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
         state = {"actor": get_model_state_dict(model)}
         dcp.load(state, checkpoint_id=root)
         set_model_state_dict(model, state["actor"])
-    model_values = {name: value for name, value in program.values().items() if name.startswith("model.")}
+    model_values = {
+        name: value for name, value in program.values().items() if name.startswith("model.")
+    }
     return "saved", is_ours and all(wanted[name] == value for name, value in model_values.items())
 
 
 def test_replicas_on_two_meshes_are_saved_and_loaded_while_they_are_alike(tmp_path: Path) -> None:
     with contextlib.closing(Ranks(4)) as four_ranks:
-        assert four_ranks.run(in_two_dimensions, str(tmp_path / "alike"), False) == [("saved", True)] * 4
+        assert (
+            four_ranks.run(in_two_dimensions, str(tmp_path / "alike"), False)
+            == [("saved", True)] * 4
+        )
         for said, is_unchanged in four_ranks.run(in_two_dimensions, str(tmp_path / "unlike"), True):
-            assert said.startswith("actor.head.weight is sharded over ranks (0, 2) and over (1, 3), with other values")
+            assert said.startswith(
+                "actor.head.weight is sharded over ranks (0, 2) and over (1, 3), with other values"
+            )
             assert is_unchanged
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
 @on_ranks("two_ranks")
-def test_a_full_state_dict_for_what_is_offloaded_is_refused_and_nothing_is_written(broadcasts: bool) -> None:
+def test_a_full_state_dict_for_what_is_offloaded_is_refused_and_nothing_is_written(
+    broadcasts: bool,
+) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
     program = build("fsdp2")
     program.train(1)
@@ -242,16 +301,23 @@ def test_a_full_state_dict_for_what_is_offloaded_is_refused_and_nothing_is_writt
     wanted = program.values()
     with program.manager.phase("train"):
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        moments: Any = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        moments: Any = get_optimizer_state_dict(
+            model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
     has_all = dist.get_rank() == 0 or not broadcasts
     given = {name: value + 1 for name, value in full.items()} if has_all else {}
     refusal = "is CPU_OFFLOADED in phase 'idle' and cannot be given a state"
     with pytest.raises(placement.NotResidentError, match=f"'actor' {refusal} dict") as caught:
         set_model_state_dict(model, dict(given), options=options)
-    assert ("The values that torch wrote before this error are lost" in str(caught.value)) is broadcasts
+    assert (
+        ("The values that torch wrote before this error are lost") in str(caught.value)
+    ) is broadcasts
     if broadcasts:
         if moments:
-            moments["state"] = {name: {key: value + 1 for key, value in entry.items()} for name, entry in moments["state"].items()}
+            moments["state"] = {
+                name: {key: value + 1 for key, value in entry.items()}
+                for name, entry in moments["state"].items()
+            }
         with pytest.raises(placement.NotResidentError, match=rf"'actor\.optimizer' {refusal}"):
             set_optimizer_state_dict(model, adam, moments, options=options)
     assert program.values() == wanted
@@ -266,11 +332,18 @@ def test_a_full_state_dict_for_what_is_offloaded_is_refused_and_nothing_is_writt
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks("two_ranks")
-def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params: bool, tmp_path: Path) -> None:
+def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     """It gathers for a state dict."""
-    keywords: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    keywords: dict[str, Any] = {
+        "device_id": torch.device("cpu"),
+        "use_orig_params": use_orig_params,
+    }
     inner = FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords)
-    model: Any = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 5), inner), **keywords)
+    model: Any = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(6, 5), inner), **keywords
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     actor = manager.register("actor", model, role="actor")
@@ -287,28 +360,57 @@ def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params:
     def values() -> dict[str, bytes]:
         with manager.phase("checkpoint"):
             shown = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)["state"]
-            found = {name: tensor for name, tensor in nested_tensors(list(shown), "") if not isinstance(tensor, ShardedTensor)}
-            sharded = [(name, tensor) for name, tensor in nested_tensors(list(shown), "") if isinstance(tensor, ShardedTensor)]
-            found |= {f"{name}.{index}": shard.tensor for name, each in sharded for index, shard in enumerate(each.local_shards())}
+            found = {
+                name: tensor
+                for name, tensor in nested_tensors(list(shown), "")
+                if not isinstance(tensor, ShardedTensor)
+            }
+            sharded = [
+                (name, tensor)
+                for name, tensor in nested_tensors(list(shown), "")
+                if isinstance(tensor, ShardedTensor)
+            ]
+            found |= {
+                f"{name}.{index}": shard.tensor
+                for name, each in sharded
+                for index, shard in enumerate(each.local_shards())
+            }
             return {name: as_bytes(tensor) for name, tensor in found.items()}
 
-    unborn = "'actor.optimizer' steps parameters whose state is not born yet"  # it would take a step to give birth to it
+    # it would take a step to give birth to it
+    unborn = "'actor.optimizer' steps parameters whose state is not born yet"
     with manager.phase("checkpoint"), pytest.raises(placement.CheckpointError, match=unborn):
         checkpoint.save(manager, tmp_path, only=["actor.optimizer"])
     train()
     wanted = values()
-    refused = r"(?s)'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict.*manager\.phase\('checkpoint'\)"
+    refused = (
+        r"(?s)'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked "
+        r"for "
+        r"a "
+        r"state "
+        r"dict.*manager\.phase\('checkpoint'\)"
+    )
     for ask in (actor.state_dict, inner.state_dict):
         with pytest.raises(placement.NotResidentError, match=refused):
             ask()
-    with pytest.raises(placement.CheckpointError, match=r"save it inside manager\.phase\('checkpoint'\)"):
+    with pytest.raises(
+        placement.CheckpointError, match=r"save it inside manager\.phase\('checkpoint'\)"
+    ):
         checkpoint.save(manager, tmp_path)
     with pytest.raises(placement.CheckpointError, match=r"use save\(\)"):
         checkpoint.async_save(manager, tmp_path)
     with manager.phase("checkpoint"):
-        assert (actor.state, adam.state, critic.state) == (GPU_RESIDENT, GPU_RESIDENT, CPU_OFFLOADED)
+        assert (actor.state, adam.state, critic.state) == (
+            GPU_RESIDENT,
+            GPU_RESIDENT,
+            CPU_OFFLOADED,
+        )
         checkpoint.save(manager, tmp_path)
-    by_torch = r"(?s)Inside manager\.phase\('restore'\): state = {'actor': get_model_state_dict\(\.\.\.\)}.*set_model_state_dict"
+    by_torch = (
+        r"(?s)Inside manager\.phase\('restore'\): state = "
+        r"{'actor': "
+        r"get_model_state_dict\(\.\.\.\)}.*set_model_state_dict"
+    )
     with pytest.raises(placement.CheckpointError, match=by_torch):
         checkpoint.load(manager, tmp_path)
     assert_nothing_resident(manager)
@@ -318,7 +420,10 @@ def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params:
     checkpoint.load(manager, tmp_path, only=["critic"])
     assert beside.state_dict()["weight"].any()
     with manager.phase("restore"):
-        state = {"actor": get_model_state_dict(model), "actor.optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {
+            "actor": get_model_state_dict(model),
+            "actor.optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         dcp.load(state, checkpoint_id=tmp_path)
         set_model_state_dict(model, state["actor"])
         set_optimizer_state_dict(model, optimizer, state["actor.optimizer"])
@@ -335,7 +440,11 @@ class Export(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(WIDTH, 7)
-        self._register_state_dict_hook(lambda _, found, *__: found.update({name: value.to(torch.float64) for name, value in found.items()}))
+        self._register_state_dict_hook(
+            lambda _, found, *__: found.update(
+                {name: value.to(torch.float64) for name, value in found.items()}
+            )
+        )
         self.register_load_state_dict_pre_hook(self._take)
 
     def _take(self, _: Any, given: dict[str, Any], *__: Any) -> None:
@@ -349,7 +458,7 @@ class Export(torch.nn.Module):
 
 @pytest.mark.parametrize(("phase", "refused_by"), [(None, None), ("restore", 0), (None, 1)])
 @on_ranks("two_ranks")
-def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_rank_is_told_and_no_other_handle_loaded(
+def test_what_shows_copies_is_loaded_by_its_own_code_and_a_failure_reaches_every_rank(
     phase: str | None, refused_by: int | None, tmp_path: Path
 ) -> None:
     model: Any = Export()
@@ -374,7 +483,12 @@ def test_what_shows_copies_is_loaded_by_its_own_code_and_where_that_fails_every_
     assert changed != saved
     model.refuses = refused_by == dist.get_rank()
     from_which = "" if refused_by == dist.get_rank() else f"^rank {refused_by}: .*"
-    told = pytest.raises(placement.CheckpointError, match=f"{from_which}'actor' was being loaded by its own code")
-    with nullcontext() if refused_by is None else told, nullcontext() if phase is None else manager.phase(phase):
+    told = pytest.raises(
+        placement.CheckpointError, match=f"{from_which}'actor' was being loaded by its own code"
+    )
+    with (
+        nullcontext() if refused_by is None else told,
+        nullcontext() if phase is None else manager.phase(phase),
+    ):
         checkpoint.load(manager, tmp_path)
     assert values() == saved if refused_by is None else values()[1] == changed[1]

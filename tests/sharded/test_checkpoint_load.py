@@ -1,4 +1,5 @@
-"""Checkpoints of one process: what does not fit changes nothing, and what only an object's own code can load is loaded by it."""
+"""Checkpoints of one process: what does not fit changes nothing, and what only an object's own code
+can load is loaded by it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.support.worker import Worker, assert_same, learn, make_manager, net, 
 
 
 def values(worker: Worker) -> dict[str, Any]:
-    return copy.deepcopy({name: handle.state_dict() for name, handle in worker.manager.handles.items()})
+    return copy.deepcopy(
+        {name: handle.state_dict() for name, handle in worker.manager.handles.items()}
+    )
 
 
 def registered(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Manager:
@@ -33,7 +36,8 @@ def registered(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def rewrite(root: Path, **changes: Any) -> Path:
-    """The checkpoint in `root/fine` once more, with values changed by flat key; None leaves one out."""
+    """The checkpoint in `root/fine` once more, with values changed by flat key; None leaves one
+    out."""
     dcp_to_torch_save(root / "fine", root / "file")
     state = torch.load(root / "file", weights_only=False)
     for key, value in changes.items():
@@ -52,13 +56,31 @@ def rewrite(root: Path, **changes: Any) -> Path:
 
 UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"actor__0.weight": None}, "'actor': 0.weight is not in the checkpoint"),
-    ({"critic__2.bias": torch.zeros(9)}, r"'critic': 2.bias has shape \(9,\) in the checkpoint, but \(8,\) here"),
-    ({"critic__2.bias": torch.zeros(8).half()}, "'critic': 2.bias has dtype torch.float16 in the checkpoint, but torch.float32 here"),
-    ({"actor__more": torch.zeros(2)}, "'actor': more is in the checkpoint, but the module has no such parameter"),
+    (
+        {"critic__2.bias": torch.zeros(9)},
+        (r"'critic': 2.bias has shape \(9,\) in the checkpoint, but \(8,\) here"),
+    ),
+    (
+        {"critic__2.bias": torch.zeros(8).half()},
+        ("'critic': 2.bias has dtype torch.float16 in the checkpoint, but torch.float32 here"),
+    ),
+    (
+        {"actor__more": torch.zeros(2)},
+        ("'actor': more is in the checkpoint, but the module has no such parameter"),
+    ),
     ({"critic__2.bias": "words"}, "'critic': 2.bias is not a tensor in the checkpoint"),
-    ({"actor_optimizer__state__0.weight__exp_avg": torch.zeros(2)}, "'actor.optimizer': state of '0.weight': 'exp_avg' has shape"),
-    ({"actor_optimizer__state__other": {"exp_avg": torch.zeros(2)}}, "'actor.optimizer': state of 'other' is in the checkpoint"),
-    ({"critic_optimizer__param_groups": None}, "'critic.optimizer': 'param_groups' is not in the checkpoint"),
+    (
+        {"actor_optimizer__state__0.weight__exp_avg": torch.zeros(2)},
+        ("'actor.optimizer': state of '0.weight': 'exp_avg' has shape"),
+    ),
+    (
+        {"actor_optimizer__state__other": {"exp_avg": torch.zeros(2)}},
+        ("'actor.optimizer': state of 'other' is in the checkpoint"),
+    ),
+    (
+        {"critic_optimizer__param_groups": None},
+        ("'critic.optimizer': 'param_groups' is not in the checkpoint"),
+    ),
     (
         {"critic_optimizer__param_groups": [{"lr": 1.0, "params": ["0.weight"]}]},
         "'critic.optimizer': parameter '0.bias' was in no group of the saved optimizer",
@@ -85,7 +107,9 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(phase: str, tmp_path: Pa
         assert_same(dict(worker.net.state_dict()), dict(before["actor"]))
 
 
-def test_a_checkpoint_that_cannot_be_read_changes_nothing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_changes_nothing_and_damaged_files_are_named(
+    tmp_path: Path,
+) -> None:
     worker = trained()
     checkpoint.save(worker.manager, tmp_path / "fine")
     with worker.manager.phase("train"):
@@ -103,7 +127,13 @@ def test_a_checkpoint_that_cannot_be_read_changes_nothing_and_damaged_files_are_
     whole = data.read_bytes()
     for kept in (0, 10, len(whole) // 2, len(whole) - 1):  # what a full disk leaves
         data.write_bytes(whole[:kept])
-        refused(rf"(?s)loading from .*rank 0: \w+.*[^.]\. Damaged files: {data.name} ends after {kept:,} of \S+ bytes")
+        refused(
+            r"(?s)loading from .*rank 0: \w+.*[^.]\. Damaged files: "
+            rf"{data.name} "
+            r"ends "
+            r"after "
+            rf"{kept:,} of \S+ bytes"
+        )
     data.unlink()
     refused(rf"Damaged files: {data.name} is missing")
     (tmp_path / "fine" / ".metadata").write_bytes(b"not one")
@@ -134,7 +164,14 @@ def test_some_handles_only(tmp_path: Path) -> None:
         learn(worker.net, worker.adam, 1)
         learn(worker.critic_net, worker.sgd, 1)
     critic = values(worker)["critic"]
-    with pytest.raises(CheckpointError, match=r"'critic': 0\.weight is not in the checkpoint, which has nothing for 'critic'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'critic': 0\.weight is not "
+        r"in "
+        r"the "
+        r"checkpoint, "
+        r"which has nothing for 'critic'",
+    ):
         checkpoint.load(worker.manager, tmp_path / "a")
     checkpoint.load(worker.manager, tmp_path / "a", only=["actor", worker.optimizer])
     assert_same(values(worker)["actor"], wanted["actor"])
@@ -152,16 +189,20 @@ def test_a_lazy_handle_that_is_not_built(tmp_path: Path) -> None:
     checkpoint.save(manager, tmp_path / "without")
     checkpoint.load(manager, tmp_path / "without")  # nothing of it is there to be lost
     assert not manager.handles["critic"].is_built
-    with pytest.raises(NotResidentError, match="'critic' has no state to save or load: it is not built yet"):
+    with pytest.raises(
+        NotResidentError, match="'critic' has no state to save or load: it is not built yet"
+    ):
         checkpoint.save(manager, tmp_path / "x", only=["critic"])
     with manager.phase("values"):
         checkpoint.save(manager, tmp_path / "with")
     with pytest.raises(NotResidentError, match=r"'critic' .* not built yet"):
-        checkpoint.load(manager_with_lazy(), tmp_path / "with")  # it would be built later with other values
+        # it would be built later with other values
+        checkpoint.load(manager_with_lazy(), tmp_path / "with")
 
 
 def test_no_step_is_made_to_save_or_to_restore_state_that_is_not_born(tmp_path: Path) -> None:
-    """pytorch#164929: torch's get_optimizer_state_dict steps, and the loss of the second step differs ever after."""
+    """pytorch#164929: torch's get_optimizer_state_dict steps, and the loss of the second step
+    differs ever after."""
     torch.manual_seed(1)
     plain = Worker()
     with plain.manager.phase("train"):
@@ -197,7 +238,9 @@ def test_a_parameter_that_had_no_state_has_none(tmp_path: Path) -> None:
         learn(worker.net, worker.adam, 1)
     assert len(worker.adam.state) == 4
     checkpoint.load(worker.manager, tmp_path / "a")
-    assert {id(key) for key in worker.adam.state} == {id(parameter) for parameter in worker.net[0].parameters()}
+    assert {id(key) for key in worker.adam.state} == {
+        id(parameter) for parameter in worker.net[0].parameters()
+    }
     assert_same(values(worker)["actor.optimizer"], wanted["actor.optimizer"])
     with worker.manager.phase("train"):
         assert_same(worker.adam.state_dict(), wanted["actor.optimizer"])
@@ -217,7 +260,9 @@ def test_state_is_not_cast_to_its_parameters_type(phase: str | None, tmp_path: P
     manager, model, adam = worker(0)
     with manager.phase("train"):
         for parameter in model.parameters():
-            moments = {name: torch.randn(parameter.shape) * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
+            moments = {
+                name: torch.randn(parameter.shape) * 1e-3 for name in ("exp_avg", "exp_avg_sq")
+            }
             adam.state[parameter] = {"step": torch.tensor(3.0), **moments}
     wanted = copy.deepcopy(manager.handles["actor.optimizer"].state_dict())
     checkpoint.save(manager, tmp_path / "a")
@@ -261,21 +306,34 @@ def test_a_buffer_that_cannot_be_written_is_refused_before_anything_is(tmp_path:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_optimizer_without_state_asks_for_the_planner(tmp_path: Path) -> None:
     worker = trained()
-    dcp.save({"optimizer": checkpoint.Optimizer(worker.optimizer)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(
+        {"optimizer": checkpoint.Optimizer(worker.optimizer)},
+        checkpoint_id=tmp_path / "a",
+        no_dist=True,
+    )
     fresh = Worker()
     before = values(fresh)
     with pytest.raises(CheckpointError, match="LoadPlanner"):
-        dcp.load({"optimizer": checkpoint.Optimizer(fresh.optimizer)}, checkpoint_id=tmp_path / "a", no_dist=True)
+        dcp.load(
+            {"optimizer": checkpoint.Optimizer(fresh.optimizer)},
+            checkpoint_id=tmp_path / "a",
+            no_dist=True,
+        )
     assert_same(values(fresh), before)
     state = {"optimizer": checkpoint.Optimizer(fresh.optimizer)}
     dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True, planner=checkpoint.LoadPlanner())
     assert_same(values(fresh)["actor.optimizer"], values(worker)["actor.optimizer"])
 
 
-def test_groups_are_matched_by_parameter_and_tensor_settings_keep_their_place(tmp_path: Path) -> None:
+def test_groups_are_matched_by_parameter_and_tensor_settings_keep_their_place(
+    tmp_path: Path,
+) -> None:
     def worker(order: int) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
         model = net()
-        groups = [{"params": [model[0].weight, model[2].weight], "lr": torch.tensor(0.5)}, {"params": [model[0].bias, model[2].bias]}]
+        groups = [
+            {"params": [model[0].weight, model[2].weight], "lr": torch.tensor(0.5)},
+            {"params": [model[0].bias, model[2].bias]},
+        ]
         adam = torch.optim.AdamW(groups[::order], lr=0.1 * (2 + order))
         return registered(model, adam), model, adam
 
@@ -318,7 +376,14 @@ def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
     assert_same(torch.load(file)["0.weight"], found["actor"]["0.weight"])
     model[0].seen = 0  # type: ignore[assignment]
     part = checkpoint.Model(handle)
-    with pytest.raises(NotResidentError, match=r"extra state \(0\._extra_state\), .* inside a phase that has it on the device"):
+    with pytest.raises(
+        NotResidentError,
+        match=r"extra state \(0\._extra_state\), "
+        r".* "
+        r"inside "
+        r"a "
+        r"phase that has it on the device",
+    ):
         part.load_state_dict(copy.deepcopy(dict(part.state_dict())))
     checkpoint.load(manager, tmp_path / "a")
     assert model[0].seen == 5
@@ -328,7 +393,14 @@ def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("do", [checkpoint.save, checkpoint.async_save, checkpoint.load])
 def test_a_handle_in_place_of_the_manager_is_told_of_only(tmp_path: Path, do: Any) -> None:
     worker = Worker()
-    with pytest.raises(TypeError, match=r"the first argument is the manager, not a Handle; for one handle write only=\['actor'\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"the first argument is the manager, not a "
+        r"Handle; "
+        r"for "
+        r"one "
+        r"handle write only=\['actor'\]",
+    ):
         do(worker.actor, tmp_path / "a")
     with pytest.raises(TypeError, match=r"the manager, not a Sequential$"):
         do(worker.net, tmp_path / "a")
@@ -364,12 +436,18 @@ class Renamed(Layers):
 
 def casting(model: torch.nn.Module) -> None:
     """As an export in half the bytes: what comes back has lost the rest, and shows the same."""
-    model._register_state_dict_hook(lambda _, found, *__: found.update({name: value.bfloat16() for name, value in found.items()}))
+    model._register_state_dict_hook(
+        lambda _, found, *__: found.update(
+            {name: value.bfloat16() for name, value in found.items()}
+        )
+    )
 
 
 def summing(model: torch.nn.Module) -> None:
     """One entry is computed from the others, which are the module's own memory."""
-    model._register_state_dict_hook(lambda _, found, *__: found.update(total=found["0.weight"].sum()))
+    model._register_state_dict_hook(
+        lambda _, found, *__: found.update(total=found["0.weight"].sum())
+    )
 
 
 def _with(hook: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
@@ -397,12 +475,20 @@ def scramble(manager: Manager, model: torch.nn.Module) -> None:
 
 def own(model: Any) -> dict[str, torch.Tensor]:
     """The values themselves, past every hook; on the device."""
-    found = {name: value.detach().clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    found = {
+        name: value.detach().clone()
+        for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
     return {**found, "scale": model.scale.clone()}
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("casts", "train"), ("sums", "restore"), ("renamed", "checkpoint"), ("renamed", None)])
-def test_what_shows_copies_is_restored_in_every_state(kind: str, phase: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [("casts", "train"), ("sums", "restore"), ("renamed", "checkpoint"), ("renamed", None)],
+)
+def test_what_shows_copies_is_restored_in_every_state(
+    kind: str, phase: str | None, tmp_path: Path
+) -> None:
     model = MODELS[kind]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = registered(model, optimizer)
@@ -410,10 +496,16 @@ def test_what_shows_copies_is_restored_in_every_state(kind: str, phase: str | No
     with manager.phase("log_prob"):
         wanted = own(model)
     if kind == "casts":
-        wanted = {name: value if name == "scale" else value.bfloat16().float() for name, value in wanted.items()}
+        wanted = {
+            name: value if name == "scale" else value.bfloat16().float()
+            for name, value in wanted.items()
+        }
     checkpoint.save(manager, tmp_path)
     scramble(manager, model)
-    held, objects = manager.handles["actor"].state_dict(), [(id(each), each.data_ptr()) for each in model.parameters()]
+    held, objects = (
+        manager.handles["actor"].state_dict(),
+        [(id(each), each.data_ptr()) for each in model.parameters()],
+    )
     with within(manager, phase):
         checkpoint.load(manager, tmp_path)
     assert_nothing_resident(manager)
@@ -444,7 +536,9 @@ class Packing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("fails", "phase"), [(False, None), (True, "restore")])
-def test_an_optimizer_with_a_load_of_its_own(fails: bool, phase: str | None, tmp_path: Path) -> None:
+def test_an_optimizer_with_a_load_of_its_own(
+    fails: bool, phase: str | None, tmp_path: Path
+) -> None:
     model = Layers()
     optimizer = Packing(model.parameters(), lr=0.1, momentum=0.9)
     manager = registered(model, optimizer)
@@ -459,11 +553,19 @@ def test_an_optimizer_with_a_load_of_its_own(fails: bool, phase: str | None, tmp
         optimizer.zero_grad()
     weights = copy.deepcopy(dict(model.state_dict()))
     optimizer.fails = fails
-    told = pytest.raises(CheckpointError, match=r"'actor.optimizer' was being loaded by its own code, which raised ValueError: half way")
+    told = pytest.raises(
+        CheckpointError,
+        match=r"'actor.optimizer' was being loaded by "
+        r"its "
+        r"own "
+        r"code, "
+        r"which raised ValueError: half way",
+    )
     with told if fails else contextlib.nullcontext(), within(manager, phase):
         checkpoint.load(manager, tmp_path)
     if fails:
-        assert_same(dict(model.state_dict()), weights)  # no other handle is loaded where one cannot be
+        # no other handle is loaded where one cannot be
+        assert_same(dict(model.state_dict()), weights)
     else:
         assert_same(handle.state_dict(), saved)
     assert_nothing_resident(manager)
@@ -472,7 +574,9 @@ def test_an_optimizer_with_a_load_of_its_own(fails: bool, phase: str | None, tmp
     manager.check_integrity()
 
 
-def test_what_needs_the_device_and_does_not_fit_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_what_needs_the_device_and_does_not_fit_there_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096), budget_bytes=40_000)
     models = {name: torch.nn.Sequential(torch.nn.Linear(80, 80)) for name in ("actor", "critic")}
     for name, model in models.items():

@@ -26,7 +26,8 @@ BUCKET_MB = 0.0003
 
 
 class Net(torch.nn.Module):
-    """Buffers that every forward pass writes, a frozen part, and one that only every other batch uses."""
+    """Buffers that every forward pass writes, a frozen part, and one that only every other batch
+    uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,33 +54,45 @@ class Variant:
     """Every other batch uses only some of the parameters."""
 
     def model(self) -> DistributedDataParallel:
-        # PowerSGD's buckets go through several collectives each, which ranks with gloo may start in different orders.
+        # PowerSGD's buckets go through several collectives each, which ranks with gloo may start in
+        # different orders.
         bucket_mb = 25 if self.hook == "power_sgd" else BUCKET_MB
         model = DistributedDataParallel(Net(), bucket_cap_mb=bucket_mb, **self.keywords)
         if self.hook == "power_sgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+            )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model
 
     def program(self, **keywords: Any) -> Program:
         model = self.model()
         optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
-        return Program(model, optimizer, self.loss_of(model), accumulates=self.accumulates, **keywords)
+        return Program(
+            model, optimizer, self.loss_of(model), accumulates=self.accumulates, **keywords
+        )
 
     def loss_of(self, model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
-        return lambda number: model(batch(number), not self.leaves_out or number % 4 < 2).square().mean()
+        return lambda number: (
+            model(batch(number), not self.leaves_out or number % 4 < 2).square().mean()
+        )
 
 
 def batch(number: int) -> torch.Tensor:
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank()))
+    return torch.randn(
+        6, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    )
 
 
-def zero(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **keywords: Any) -> Callable[..., Any]:
+def zero(
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **keywords: Any
+) -> Callable[..., Any]:
     return functools.partial(_zero, optimizer_class=optimizer_class, **keywords)
 
 
 def _zero(parameters: list[torch.Tensor], **keywords: Any) -> torch.optim.Optimizer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its package warns when it is imported, which fails the test process
+    # its package warns when it is imported, which fails the test process
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, **keywords)
 
@@ -125,7 +138,9 @@ VARIANTS = {
     "views-unused": Variant(UNUSED, leaves_out=True),
     "views-power_sgd": Variant(VIEWS, hook="power_sgd"),
     "views-zero": Variant(VIEWS, optimizer=zero()),
-    "apart-zero-views": Variant(optimizer=zero(torch.optim.SGD, momentum=0.9, parameters_as_bucket_view=True)),
+    "apart-zero-views": Variant(
+        optimizer=zero(torch.optim.SGD, momentum=0.9, parameters_as_bucket_view=True)
+    ),
 }
 
 
@@ -142,8 +157,11 @@ def test_so_it_is_in_a_world_of_one(one_rank: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["apart", "views-unused"])
-def test_gradients_that_die_with_their_phase_leave_the_reducer_working(two_ranks: Ranks, name: str) -> None:
-    """The trap: a bucket is gone with its gradients, and the reducer goes on adding up in memory that is nobody's."""
+def test_gradients_that_die_with_their_phase_leave_the_reducer_working(
+    two_ranks: Ranks, name: str
+) -> None:
+    """The trap: a bucket is gone with its gradients, and the reducer goes on adding up in memory
+    that is nobody's."""
     assert two_ranks.run(training.compare_dropping, VARIANTS[name].program)
 
 
@@ -154,13 +172,29 @@ def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", ["apart", "views"])
 @on_ranks("two_ranks")
 def test_the_assertion_that_nothing_is_resident_names_them(name: str) -> None:
-    """DDP as it is by default keeps a copy of every gradient; with views it keeps nothing once a gradient has shown its bucket."""
-    nbytes = sum(parameter.nbytes for parameter in VARIANTS[name].model().parameters() if parameter.requires_grad)
-    wanted = "gradient_as_bucket_view=False" if name == "apart" else "no gradient is a view of them yet"
-    kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
+    """DDP as it is by default keeps a copy of every gradient; with views it keeps nothing once a
+    gradient has shown its bucket."""
+    nbytes = sum(
+        parameter.nbytes
+        for parameter in VARIANTS[name].model().parameters()
+        if parameter.requires_grad
+    )
+    wanted = (
+        "gradient_as_bucket_view=False"
+        if name == "apart"
+        else ("no gradient is a view of them yet")
+    )
+    kept = (
+        f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: "
+        f"reducer's buckets ({wanted})"
+    )
     for steps in (0, 3):
         manager, _program = trained(VARIANTS[name], steps)
-        with nullcontext() if name == "views" and steps else pytest.raises(AssertionError, match=re.escape(kept)) as caught:
+        with (
+            nullcontext()
+            if name == "views" and steps
+            else pytest.raises(AssertionError, match=re.escape(kept)) as caught
+        ):
             assert_nothing_resident(manager)
         if caught is not None:
             assert "gradient_as_bucket_view=True" in str(caught.value)
@@ -168,8 +202,14 @@ def test_the_assertion_that_nothing_is_resident_names_them(name: str) -> None:
         assert_nothing_resident(manager, allow_foreign=True)
     audit = manager.audit()
     foreign_bytes = nbytes if name == "apart" else 0
-    assert (audit.foreign_bytes, manager.handles["actor"].foreign_bytes, audit.ok) == (foreign_bytes, foreign_bytes, True)
-    assert (f"foreign: actor: reducer's buckets ({wanted}) ({nbytes:,} bytes)" in audit.report) is (name == "apart")
+    assert (audit.foreign_bytes, manager.handles["actor"].foreign_bytes, audit.ok) == (
+        foreign_bytes,
+        foreign_bytes,
+        True,
+    )
+    assert (
+        (f"foreign: actor: reducer's buckets ({wanted}) ({nbytes:,} bytes)") in audit.report
+    ) is (name == "apart")
 
 
 @on_ranks("two_ranks")
@@ -181,8 +221,11 @@ def test_the_map_of_used_parameters_is_foreign() -> None:
 
 @on_ranks("two_ranks")
 def test_what_cannot_be_moved_is_refused() -> None:
-    """A wrapper that puts other parameters in place of its own, and a sharded optimizer that steps inside the backward pass."""
-    model = DistributedDataParallel(Net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    """A wrapper that puts other parameters in place of its own, and a sharded optimizer that steps
+    inside the backward pass."""
+    model = DistributedDataParallel(
+        Net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)
+    )
     with pytest.raises(RegistrationError, match=r"torch\.autocast"):
         Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", model)
     manager, program = managed(Variant())

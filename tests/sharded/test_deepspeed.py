@@ -1,4 +1,5 @@
-"""DeepSpeed: engines that move their own states are tracked and guarded, one without ZeRO is a plain module. The real package."""
+"""DeepSpeed: engines that move their own states are tracked and guarded, one without ZeRO is a
+plain module. The real package."""
 
 from __future__ import annotations
 
@@ -23,19 +24,24 @@ needs("deepspeed")
 
 @pytest.fixture(scope="module", autouse=True)
 def _patched_ranks_end_here(two_ranks: Ranks) -> Iterator[None]:
-    """ZeRO 3 replaces torch.nn.functional.linear for the rest of a process, also for tests of other frameworks."""
+    """ZeRO 3 replaces torch.nn.functional.linear for the rest of a process, also for tests of other
+    frameworks."""
     yield
     two_ranks.close()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_steps_of_a_zero_engine_are_not_touched(two_ranks: Ranks, stage: int) -> None:
-    for outcome in two_ranks.run(training.compare, functools.partial(worker.build, stage, torch.bfloat16)):
+    for outcome in two_ranks.run(
+        training.compare, functools.partial(worker.build, stage, torch.bfloat16)
+    ):
         assert outcome.offloaded_bytes == {"actor": 0, "actor.optimizer": 0}
 
 
 def test_an_engine_without_zero_is_moved_like_the_module_it_is(two_ranks: Ranks) -> None:
-    for outcome in two_ranks.run(training.compare, functools.partial(worker.build, 0, torch.float32)):
+    for outcome in two_ranks.run(
+        training.compare, functools.partial(worker.build, 0, torch.float32)
+    ):
         assert all(outcome.offloaded_bytes.values())
 
 
@@ -69,7 +75,10 @@ def test_what_deepspeed_has_offloaded_is_neither_called_nor_stepped() -> None:
         seen.append(training.as_bytes(loss))
     made.offload_states()
     assert_nothing_resident(manager)
-    with manager.phase("log_prob"), pytest.raises(NotResidentError, match=r"(?s)(?=.*lp_params).*reload_states\(\)"):
+    with (
+        manager.phase("log_prob"),
+        pytest.raises(NotResidentError, match=r"(?s)(?=.*lp_params).*reload_states\(\)"),
+    ):
         made(worker.batch(1))
     with manager.phase("train"):
         with pytest.raises(NotResidentError, match=r"reload_states\(\)"):
@@ -83,7 +92,10 @@ def test_what_deepspeed_has_offloaded_is_neither_called_nor_stepped() -> None:
     with manager.phase("train"):
         made.offload_states(include=[kinds.optim_states])
         made(worker.batch(2))  # what forward needs is there
-        with pytest.raises(NotResidentError, match=r"(?s)DeepSpeed has offloaded optim_states; call.*reload_states\(\)"):
+        with pytest.raises(
+            NotResidentError,
+            match=r"(?s)DeepSpeed has offloaded optim_states; call.*reload_states\(\)",
+        ):
             made.optimizer.step()
         made.reload_states()
         made.step()  # with the gradients of before: a refused step lets go of none

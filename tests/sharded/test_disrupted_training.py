@@ -1,6 +1,8 @@
-"""Whoever wants to lose or spoil a value of a sharded model: exceptions half-way, odd orders, early ends. On 2 ranks with gloo.
+"""Whoever wants to lose or spoil a value of a sharded model: exceptions half-way, odd orders, early
+ends. On 2 ranks with gloo.
 
-A script runs plain and under a manager and must see the same bytes; the others say what must hold. All of it is torch's own.
+A script runs plain and under a manager and must see the same bytes; the others say what must hold.
+All of it is torch's own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Stage:
         self.seen: list[Any] = []
         """What must be the same with and without a manager."""
         self.reported: set[str] = {"stray_reference"}
-        """What an audit may find: somebody (a live graph, a traceback) holds storages of an offloaded model."""
+        """What an audit may find: somebody (a live graph, a traceback) holds storages of an
+        offloaded model."""
         if is_managed:
             self.manager = placement.Manager(device=training.device_of("cpu"))
             self.program.register(self.manager)
@@ -43,7 +46,11 @@ class Stage:
     @contextlib.contextmanager
     def phase(self, name: str, **keywords: Any) -> Iterator[Any]:
         """A phase of the manager; at the end of the outermost everything is off the device."""
-        with contextlib.nullcontext() if self.manager is None else self.manager.phase(name, **keywords) as phase:
+        with (
+            contextlib.nullcontext()
+            if self.manager is None
+            else self.manager.phase(name, **keywords) as phase
+        ):
             yield phase
         if self.manager is not None and not self.manager.snapshot().phases:
             check_off(self.manager, self.reported)
@@ -104,8 +111,11 @@ def refuse(*_: object) -> None:
     raise UserError("forward")
 
 
-def _broken_off(stage: Stage, install: Callable[[], Any], phases: Collection[tuple[str, str]]) -> None:
-    """Steps that are given up half-way between steps that are not; training goes on as if they had not been tried."""
+def _broken_off(
+    stage: Stage, install: Callable[[], Any], phases: Collection[tuple[str, str]]
+) -> None:
+    """Steps that are given up half-way between steps that are not; training goes on as if they had
+    not been tried."""
     for number in range(3):
         stage.step(number)
         if stage.manager is None:
@@ -122,11 +132,14 @@ def _broken_off(stage: Stage, install: Callable[[], Any], phases: Collection[tup
 
 
 def forward_raises(stage: Stage) -> None:
-    """The last block's forward raises, with everything before it gathered, with and without gradients.
+    """The last block's forward raises, with everything before it gathered, with and without
+    gradients.
 
     FSDP1 alone would train something else afterwards.
     """
-    _broken_off(stage, lambda: stage.blocks[1].up.register_forward_pre_hook(refuse), stage.program.phases)
+    _broken_off(
+        stage, lambda: stage.blocks[1].up.register_forward_pre_hook(refuse), stage.program.phases
+    )
 
 
 def backward_raises(stage: Stage) -> None:
@@ -134,7 +147,11 @@ def backward_raises(stage: Stage) -> None:
 
     FSDP2 and DDP alone would not go on: the one trains nothing in the next step, the other raises.
     """
-    _broken_off(stage, lambda: stage.blocks[0].register_forward_hook(lambda _, __, out: Raise.apply(out)), [("train", "learn")])
+    _broken_off(
+        stage,
+        lambda: stage.blocks[0].register_forward_hook(lambda _, __, out: Raise.apply(out)),
+        [("train", "learn")],
+    )
 
 
 def graph_over_a_transition(stage: Stage) -> None:
@@ -153,7 +170,8 @@ def graph_over_a_transition(stage: Stage) -> None:
 
 
 def left_for_good(stage: Stage) -> None:
-    """Placement is closed in the middle of the training, which goes on, and the same objects are registered once more."""
+    """Placement is closed in the middle of the training, which goes on, and the same objects are
+    registered once more."""
     stage.step(0)
     with stage.phase("train"):
         stage.see(stage.program.backward(0))
@@ -170,7 +188,8 @@ def left_for_good(stage: Stage) -> None:
     stage.step(2)
 
 
-# A case for each way that something could be lost. Not with all: DDP itself raises after a backward that broke off.
+# A case for each way that something could be lost. Not with all: DDP itself raises after a backward
+# that broke off.
 SCRIPTS = {
     forward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
     backward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat"),
@@ -180,7 +199,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(
-    ("script", "name"), [pytest.param(script, name, id=f"{script.__name__}-{name}") for script, names in SCRIPTS.items() for name in names]
+    ("script", "name"),
+    [
+        pytest.param(script, name, id=f"{script.__name__}-{name}")
+        for script, names in SCRIPTS.items()
+        for name in names
+    ],
 )
 @on_ranks("two_ranks")
 def test_a_script_sees_the_same_bytes_as_without_placement(script: Script, name: str) -> None:

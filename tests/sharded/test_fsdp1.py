@@ -11,7 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 
 from placement import Manager, PhaseError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -29,7 +34,8 @@ class Variant:
     mixed_precision: MixedPrecision | None = None
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     accumulates: bool = False
-    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard, cross a phase transition."""
+    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard,
+    cross a phase transition."""
     mesh: tuple[int, ...] = ()
     clips: bool = False
     offloads: bool = False
@@ -49,7 +55,8 @@ class Variant:
         return FullyShardedDataParallel(module, **keywords)
 
     def model(self) -> FullyShardedDataParallel:
-        """Two units in a root: shards are uneven on two ranks, one unit may be frozen, and a buffer lies in the root."""
+        """Two units in a root: shards are uneven on two ranks, one unit may be frozen, and a buffer
+        lies in the root."""
         net = one_of_each.net("cpu")
         if self.frozen:
             net.blocks[0].requires_grad_(False)
@@ -61,10 +68,14 @@ class Variant:
         optimizer = self.optimizer((p for p in model.parameters() if p.requires_grad), lr=0.05)  # type: ignore[call-arg]
 
         def loss(number: int) -> torch.Tensor:
-            found: torch.Tensor = model(one_of_each.rows(number, "cpu", same_data=False)).float().square().mean()
+            found: torch.Tensor = (
+                model(one_of_each.rows(number, "cpu", same_data=False)).float().square().mean()
+            )
             return found
 
-        return Program(model, optimizer, loss, accumulates=self.accumulates, clips=self.clips, **keywords)
+        return Program(
+            model, optimizer, loss, accumulates=self.accumulates, clips=self.clips, **keywords
+        )
 
 
 def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -94,7 +105,9 @@ class Program(training.Wrapped):
             yield f"{name}.flat", handle.flat_param
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        hidden = {f"{name}.flat.grad" for name, handle in units(self.model) if handle._use_orig_params}
+        hidden = {
+            f"{name}.flat.grad" for name, handle in units(self.model) if handle._use_orig_params
+        }
         yield from ((name, tensor) for name, tensor in super().values() if name not in hidden)
         for name, handle in units(self.model):
             if hasattr(handle.flat_param, "_local_shard"):
@@ -113,12 +126,18 @@ def gathered_bytes(model: torch.nn.Module) -> dict[str, int]:
     """By unit, what it has gathered for computing."""
     fields = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
     return {
-        name: sum(getattr(handle.flat_param, field).untyped_storage().nbytes() for field in fields if hasattr(handle.flat_param, field))
+        name: sum(
+            getattr(handle.flat_param, field).untyped_storage().nbytes()
+            for field in fields
+            if hasattr(handle.flat_param, field)
+        )
         for name, handle in units(model)
     }
 
 
-FULL, GRAD_OP, NO, HYBRID = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
+FULL, GRAD_OP, NO, HYBRID = (
+    ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+)
 ORIGINAL, FLAT = Variant(True), Variant(False)
 
 VARIANTS = {
@@ -155,16 +174,20 @@ def test_so_it_is_in_a_world_of_one_where_nothing_is_sharded(one_rank: Ranks) ->
     ids=["dropped", "zeroed", "aside"],
 )
 def test_gradients(two_ranks: Ranks, variant: Variant, train: Callable[..., object]) -> None:
-    """Dropped with the phase; zeroed while they are offloaded; reduced ones beside such as are not, which FSDP1 keeps in another field."""
+    """Dropped with the phase; zeroed while they are offloaded; reduced ones beside such as are not,
+    which FSDP1 keeps in another field."""
     assert two_ranks.run(train, variant.program)
 
 
 @BOTH
 @on_ranks("two_ranks")
 def test_what_was_gathered_is_given_up(variant: Variant) -> None:
-    """The trap: after a forward pass without gradients the root stays gathered, under SHARD_GRAD_OP every unit does."""
+    """The trap: after a forward pass without gradients the root stays gathered, under SHARD_GRAD_OP
+    every unit does."""
     for strategy, kept in ((FULL, 1), (GRAD_OP, 3)):
-        plain, program = (dataclasses.replace(variant, strategy=strategy).program() for _ in range(2))
+        plain, program = (
+            dataclasses.replace(variant, strategy=strategy).program() for _ in range(2)
+        )
         plain.loss(0).backward()
         loss = program.loss(0)
         manager = training.managed(program)  # while the module shows what was gathered
@@ -192,7 +215,10 @@ def test_summoned_parameters_are_not_torn_from_their_shards(variant: Variant) ->
         program.learn(0)
     before = digest()
     leave = r"leave FSDP\.summon_full_params before the phase ends"
-    with manager.phase("train") as phase, FullyShardedDataParallel.summon_full_params(program.model, writeback=True):
+    with (
+        manager.phase("train") as phase,
+        FullyShardedDataParallel.summon_full_params(program.model, writeback=True),
+    ):
         with pytest.raises(PhaseError, match=leave):
             phase.switch("values")
         with pytest.raises(RegistrationError, match=r"outside FSDP\.summon_full_params"):
@@ -211,7 +237,9 @@ def test_summoned_parameters_are_not_torn_from_their_shards(variant: Variant) ->
 @on_ranks("two_ranks")
 def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on() -> None:
     """They have other memory then than when they were registered."""
-    manager, program = managed(dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)))
+    manager, program = managed(
+        dataclasses.replace(ORIGINAL, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    )
     with manager.phase("log_prob"):
         program.evaluate(0)
         cast = program.model.module.calls.clone()
@@ -225,7 +253,8 @@ def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on() -> None:
 @BOTH
 @on_ranks("two_ranks")
 def test_offloaded_parameters_are_torchs_to_place(variant: Variant) -> None:
-    """Without training, for whose backward pass FSDP1 wants an accelerator. It wants pinned memory, which is ordinary memory here."""
+    """Without training, for whose backward pass FSDP1 wants an accelerator. It wants pinned memory,
+    which is ordinary memory here."""
     manager, program = managed(dataclasses.replace(variant, offloads=True))
     with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
         wanted = training.as_bytes(program.evaluate(0))
@@ -234,9 +263,14 @@ def test_offloaded_parameters_are_torchs_to_place(variant: Variant) -> None:
                 assert training.as_bytes(program.evaluate(0)) == wanted
     with pytest.raises(PhaseError, match="TRAINING"):
         program.optimizer.step()
-    assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
+    assert all(
+        handle.counters.offloaded_bytes == handle.host_bytes == 0
+        for handle in manager.handles.values()
+    )
     assert manager.audit().ok
-    assert all("CPUOffload keeps" in str(handle.external_reason) for handle in manager.handles.values())
+    assert all(
+        "CPUOffload keeps" in str(handle.external_reason) for handle in manager.handles.values()
+    )
     net = one_of_each.net("cpu")
     net.blocks[0] = variant.wrap(net.blocks[0], cpu_offload=CPUOffload(offload_params=True))
     with pytest.raises(RegistrationError, match="wrap all units alike"):

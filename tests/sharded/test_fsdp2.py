@@ -1,5 +1,5 @@
-"""FSDP2 (the real `fully_shard`) and torch's tensor parallelism, alone and together: steps with everything offloaded between any two
-phases, and each way to get it silently wrong."""
+"""FSDP2 (the real `fully_shard`) and torch's tensor parallelism, alone and together: steps with
+everything offloaded between any two phases, and each way to get it silently wrong."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ from tests.unit.test_cast import MasterAdam
 
 PROGRAMS = {
     "uneven, tied, adapters": worker.plain_fsdp2,
-    "mixed precision, gradients not reduced": functools.partial(worker.accumulating_fsdp2, torch.bfloat16),
+    "mixed precision, gradients not reduced": functools.partial(
+        worker.accumulating_fsdp2, torch.bfloat16
+    ),
     "gradients not reduced": functools.partial(worker.accumulating_fsdp2, None),
     "two dimensions": worker.hybrid_fsdp2,
     "parameters and gradients as state": worker.fsdp2_with_lent_state,
-    "tensor parallel, foreach": functools.partial(worker.tensor_parallel_program, "AdamW", foreach=True),
+    "tensor parallel, foreach": functools.partial(
+        worker.tensor_parallel_program, "AdamW", foreach=True
+    ),
     "tensor parallel, fused": functools.partial(worker.tensor_parallel_program, "Adam", fused=True),
     "within tensor parallel": functools.partial(worker.both_program, 1, 2),
     "beside tensor parallel": functools.partial(worker.both_program, 2, 1),
@@ -65,16 +69,26 @@ def test_host_memory_is_reserved_for_what_a_rank_holds() -> None:
     with manager.phase("train"):
         worker.loss_of_numbers(model, 0).backward()
         adam.step()
-    state = [value.to_local() for entry in adam.state.values() for value in entry.values() if isinstance(value, DTensor)]
+    state = [
+        value.to_local()
+        for entry in adam.state.values()
+        for value in entry.values()
+        if isinstance(value, DTensor)
+    ]
     local = sum(value.nbytes for value in state)
     assert handle.host_bytes == reserved, "state was born that had no host memory set aside"
-    assert local <= reserved <= local + 64 * len(state) + 4096, "more than this rank's shards was reserved"
+    assert local <= reserved <= local + 64 * len(state) + 4096, (
+        "more than this rank's shards was reserved"
+    )
     assert_nothing_resident(manager)
     manager.close()
-    assert local < sum(value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim())
+    assert local < sum(
+        value.nbytes for entry in adam.state.values() for value in entry.values() if value.dim()
+    )
 
 
-# --- by rebinding, as on a torch that cannot swap storages: every tensor over a storage has to be known
+# --- by rebinding, as on a torch that cannot swap storages: every tensor over a storage has to be
+# known
 
 
 @on_ranks("two_ranks")
@@ -91,7 +105,9 @@ def test_where_storages_cannot_be_swapped() -> None:
 
 
 def _unsharded(model: torch.nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    return [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
 
 
 @on_ranks("two_ranks")
@@ -105,12 +121,20 @@ def test_registered_while_unsharded() -> None:
     assert _unsharded(model), "the root alone was resharded"
     loss_of(model, 0)
     states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
-    gathered = [each._unsharded_param for state in states for group in state._fsdp_param_groups for each in group.fsdp_params]
-    stale = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of tensors that are gone at the next reshard
+    gathered = [
+        each._unsharded_param
+        for state in states
+        for group in state._fsdp_param_groups
+        for each in group.fsdp_params
+    ]
+    # of tensors that are gone at the next reshard
+    stale = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager, actor, adam = worker.worker(model, optimizer)
     assert [id(parameter) for parameter in model.parameters()] == ids
     assert adam.owners == (actor,)
-    assert all(each.untyped_storage().nbytes() == 0 for each in gathered), "what was gathered was not given up"
+    assert all(each.untyped_storage().nbytes() == 0 for each in gathered), (
+        "what was gathered was not given up"
+    )
     with pytest.raises(RegistrationError, match="make the optimizer of the sharded parameters"):
         manager.register("stale", stale)
     with manager.phase("log_prob"), torch.no_grad():
@@ -128,7 +152,8 @@ def test_registered_while_unsharded() -> None:
 
 
 def _replace_local_tensors(model: torch.nn.Module, way: str) -> None:
-    """What moving `model.embed` would do: its parameter belongs to the root's group, which is not told."""
+    """What moving `model.embed` would do: its parameter belongs to the root's group, which is not
+    told."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         if way == "assigned":
@@ -140,7 +165,10 @@ def _replace_local_tensors(model: torch.nn.Module, way: str) -> None:
 
 
 def _steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range, manager: placement.Manager | None = None
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: range,
+    manager: placement.Manager | None = None,
 ) -> list[bytes]:
     losses = []
     for number in numbers:
@@ -193,7 +221,9 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
 
 @pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
 @on_ranks("two_ranks")
-def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(form: str, called_before: bool) -> None:
+def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(
+    form: str, called_before: bool
+) -> None:
     torch._dynamo.reset()
     model, optimizer = _make()
     call, counter = _compile(model, form)
@@ -203,12 +233,19 @@ def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(fo
     model, optimizer = _make()
     call, counter = _compile(model, form)
     begun = _steps(call, optimizer, range(2)) if called_before else []
-    manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    manager = placement.Manager(
+        device=placement.testing.SimulatedDevice(
+            training.CAPACITY, chunk_bytes=training.CHUNK_BYTES
+        )
+    )
     manager.register("actor", model, role="actor")
     manager.register("actor.optimizer", optimizer)
     for number in range(len(begun), 6):
         begun += _steps(call, optimizer, range(number, number + 1), manager)
-        for refused, given in ((call, torch.zeros(1, 2, dtype=torch.int64)), (model.blocks[0], torch.zeros(1, worker.WIDTH))):
+        for refused, given in (
+            (call, torch.zeros(1, 2, dtype=torch.int64)),
+            (model.blocks[0], torch.zeros(1, worker.WIDTH)),
+        ):
             with pytest.raises(placement.NotResidentError, match="'actor' is CPU_OFFLOADED"):
                 refused(given)
         assert not _unsharded(model), "poison was gathered"
@@ -225,7 +262,9 @@ def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(fo
 @on_ranks("two_ranks")
 def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(name: str) -> None:
     program = PROGRAMS[name]()
-    manager, actor, _ = worker.worker(program.model, program.optimizer, policy=Colocated(drop_gradients=True))
+    manager, actor, _ = worker.worker(
+        program.model, program.optimizer, policy=Colocated(drop_gradients=True)
+    )
     with manager.phase("train"):
         program.backward(0)
         assert any(owned.transient for owned in actor.adapter.owned())
@@ -233,7 +272,9 @@ def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(name: s
     assert not any(owned.transient for owned in actor.adapter.owned())
     assert_nothing_resident(manager)
     training.assert_off(manager)
-    assert moved <= training.CHUNK_BYTES, "more was copied to the host than the chunk with the counters: dead gradients"
+    assert moved <= training.CHUNK_BYTES, (
+        "more was copied to the host than the chunk with the counters: dead gradients"
+    )
     manager.close()
 
 
@@ -250,7 +291,10 @@ def test_offloaded_by_torch_in_part_is_refused() -> None:
     fully_shard(model.blocks[0], offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model)
     manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY))
-    with pytest.raises(RegistrationError, match=r"CPUOffloadPolicy at blocks\.0\) and others not \(the root\)"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"CPUOffloadPolicy at blocks\.0\) and others not \(the root\)",
+    ):
         manager.register("actor", model, role="actor")
     assert not manager.handles
     manager.register("actor", model, role="actor", external=True)
@@ -294,10 +338,14 @@ def own_optimizer(make: Any, dtype: torch.dtype) -> MeanProgram:
         return found
 
     phases = (("log_prob", "evaluate"), ("train", "learn"))
-    return MeanProgram(model, make(model.parameters()), loss, phases=phases, has_masters=make is MasterAdam)
+    return MeanProgram(
+        model, make(model.parameters()), loss, phases=phases, has_masters=make is MasterAdam
+    )
 
 
-@pytest.mark.parametrize(("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)]
+)
 def test_steps_are_those_without_placement(two_ranks: Ranks, make: Any, dtype: torch.dtype) -> None:
     for outcome in two_ranks.run(training.compare, functools.partial(own_optimizer, make, dtype)):
         # Masters make the weights, of which nothing is copied to the host.
@@ -310,5 +358,8 @@ def test_sharded_state_in_objects_cannot_be_saved(tmp_path: Path) -> None:
     manager = training.managed(program)
     with manager.phase("train"):
         program.learn(0)
-    with pytest.raises(placement.CheckpointError, match=r"state of '0.weight' is sharded and has tensors in objects"):
+    with pytest.raises(
+        placement.CheckpointError,
+        match=r"state of '0.weight' is sharded and has tensors in objects",
+    ):
         placement.checkpoint.save(manager, tmp_path)

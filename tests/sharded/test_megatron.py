@@ -1,4 +1,5 @@
-"""Megatron-Core's own DistributedDataParallel and optimizers under placement, on a CPU that pretends to be CUDA (`pretend_cuda`)."""
+"""Megatron-Core's own DistributedDataParallel and optimizers under placement, on a CPU that
+pretends to be CUDA (`pretend_cuda`)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ from placement.policies import Colocated
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
 from tests.sharded import megatron_worker as worker
-from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, optimize, start, stepped, wrap
+from tests.sharded.megatron_worker import (
+    Kind,
+    Program,
+    buffers,
+    build,
+    inner,
+    optimize,
+    start,
+    stepped,
+    wrap,
+)
 from tests.sharded.pretend_cuda import pretend_cuda, replaced
 from tests.sharded.training import as_bytes, managed
 from tests.support.frameworks import needs
@@ -38,11 +49,15 @@ def learn(manager: Manager, program: Program, number: int) -> None:
     assert_nothing_resident(manager, allow_foreign=True)
 
 
-@pytest.mark.parametrize(("kind", "can_swap"), [(PRECISION_AWARE, False), (worker.Kind(dtype=torch.float32), True)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "can_swap"),
+    [(PRECISION_AWARE, False), (worker.Kind(dtype=torch.float32), True)],
+    ids=str,
+)
 @on_ranks("one_rank")
 def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bool) -> None:
-    """Shards that are views of the model's buffer stay such, also where tensors leave one by one for the host (as those of a GPU do):
-    what is stepped is what the model computes with."""
+    """Shards that are views of the model's buffer stay such, also where tensors leave one by one
+    for the host (as those of a GPU do): what is stepped is what the model computes with."""
     with pretend_cuda():
         program = build(kind)
         manager = managed(program)
@@ -51,14 +66,23 @@ def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bo
         learn(manager, program, 0)
         learn(manager, program, 1)
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
-        assert not [each.name for each in manager.handles["actor.optimizer"].adapter.owned() if each.name.startswith("main")]
+        assert not [
+            each.name
+            for each in manager.handles["actor.optimizer"].adapter.owned()
+            if each.name.startswith("main")
+        ]
         with manager.phase("train"):
-            parameters = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
+            parameters = [
+                parameter for parameter in program.model.parameters() if parameter.requires_grad
+            ]
             before = [as_bytes(parameter) for parameter in parameters]
             with torch.no_grad():
                 for view in views:
                     view.add_(1.0)
-            assert all(as_bytes(parameter) != old for parameter, old in zip(parameters, before, strict=True))
+            assert all(
+                as_bytes(parameter) != old
+                for parameter, old in zip(parameters, before, strict=True)
+            )
         with mock.patch.object(devices, "can_swap", return_value=can_swap):
             manager.close()
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
@@ -67,7 +91,8 @@ def test_shards_that_are_views_of_the_buffer_stay_views(kind: Kind, can_swap: bo
 @pytest.mark.parametrize("drops", [False, True])
 @on_ranks("one_rank")
 def test_gradients_live_or_become_zero(drops: bool) -> None:
-    """Between two phases they are moved; or dropped, and then the buffers are zero, in their place, and training goes on."""
+    """Between two phases they are moved; or dropped, and then the buffers are zero, in their place,
+    and training goes on."""
     with pretend_cuda():
         program = build(Kind())
         manager = managed(program, policy=Colocated(drop_gradients=drops))
@@ -87,14 +112,21 @@ def test_gradients_live_or_become_zero(drops: bool) -> None:
         for number in range(2):
             learn(manager, program, number)
         assert [buffer.grad_data.data_ptr() for buffer in buffers(program.model)] == places
-        main_gradients = [parameter.main_grad for parameter in program.model.parameters() if parameter.requires_grad]
-        assert storages(main_gradients) == storages(buffer.grad_data for buffer in buffers(program.model))
+        main_gradients = [
+            parameter.main_grad
+            for parameter in program.model.parameters()
+            if parameter.requires_grad
+        ]
+        assert storages(main_gradients) == storages(
+            buffer.grad_data for buffer in buffers(program.model)
+        )
         manager.check_integrity()
 
 
 @on_ranks("one_rank")
 def test_zeroed_outside() -> None:
-    """`zero_grad_buffer()` before the phase is how training loops begin: the old gradients must not come back."""
+    """`zero_grad_buffer()` before the phase is how training loops begin: the old gradients must not
+    come back."""
     with pretend_cuda():
         program = build(Kind())
         manager = managed(program)
@@ -109,8 +141,8 @@ def test_zeroed_outside() -> None:
 @pytest.mark.parametrize("kind", [worker.Kind(gradients_in_fp32=False), PRECISION_AWARE], ids=str)
 @on_ranks("one_rank")
 def test_gradients_of_main_parameters_move(kind: Kind) -> None:
-    """A phase transition between the preparing of gradients and the step: those of main parameters are moved, and nothing is left
-    behind."""
+    """A phase transition between the preparing of gradients and the step: those of main parameters
+    are moved, and nothing is left behind."""
     with pretend_cuda():
         outcomes = []
         for is_managed in (False, True):
@@ -141,18 +173,29 @@ def test_guards() -> None:
     with pretend_cuda():
         program = build(Kind())
         program.model.ddp_config.nccl_ub = True
-        with pytest.raises(RegistrationError, match="nccl_ub"):  # memory that NCCL has registered stays where it is
+        # memory that NCCL has registered stays where it is
+        with pytest.raises(RegistrationError, match="nccl_ub"):
             managed(program)
         program.model.ddp_config.nccl_ub = False
         manager = managed(program)
         learn(manager, program, 0)
         chain = program.optimizer
-        with mock.patch.object(type(chain), "prepare_grads", side_effect=AssertionError("gradients were touched")):
+        with mock.patch.object(
+            type(chain), "prepare_grads", side_effect=AssertionError("gradients were touched")
+        ):
             with pytest.raises(NotResidentError, match="actor"):
                 chain.step()
-            with manager.phase("log_prob"), pytest.raises((NotResidentError, PhaseError), match="actor"):
+            with (
+                manager.phase("log_prob"),
+                pytest.raises((NotResidentError, PhaseError), match="actor"),
+            ):
                 chain.step()
-        calls = {"sharded_state_dict": ({},), "save_parameter_state": ("nowhere",), "offload_to_cpu": (), "reload_model_params": ()}
+        calls = {
+            "sharded_state_dict": ({},),
+            "save_parameter_state": ("nowhere",),
+            "offload_to_cpu": (),
+            "reload_model_params": (),
+        }
         for name, arguments in calls.items():
             with pytest.raises(NotResidentError, match=r"actor\.optimizer"):
                 getattr(chain, name)(*arguments)
@@ -165,7 +208,8 @@ def test_guards() -> None:
 
 @on_ranks("one_rank")
 def test_state_dict_in_every_state() -> None:
-    """Main parameters are in it as lists of live tensors, past the hooks of the optimizer inside."""
+    """Main parameters are in it as lists of live tensors, past the hooks of the optimizer
+    inside."""
     with pretend_cuda():
         program = build(Kind(is_distributed=False))
         manager = managed(program)
@@ -174,17 +218,27 @@ def test_state_dict_in_every_state() -> None:
         def shown() -> list[bytes]:
             found = manager.handles["actor.optimizer"].state_dict()
             entries = [found] if isinstance(found, dict) else found
-            return [as_bytes(main) for entry in entries for group in entry["fp32_from_fp16_params"] for main in group]
+            return [
+                as_bytes(main)
+                for entry in entries
+                for group in entry["fp32_from_fp16_params"]
+                for main in group
+            ]
 
         away = shown()
         with manager.phase("restore"):
             assert shown() == away
-            assert away == [as_bytes(main) for optimizer in inner(program.optimizer) for main in stepped(optimizer)]
+            assert away == [
+                as_bytes(main)
+                for optimizer in inner(program.optimizer)
+                for main in stepped(optimizer)
+            ]
 
 
 @on_ranks("one_rank")
 def test_caches() -> None:
-    """Emptied when the model has left the device, never before; and left alone where a captured graph may use them."""
+    """Emptied when the model has left the device, never before; and left alone where a captured
+    graph may use them."""
     with pretend_cuda():
         program = build(Kind())
         from megatron.core import parallel_state
@@ -221,7 +275,8 @@ def test_workspaces_of_transformer_engine() -> None:
             self.weight = torch.nn.Parameter(torch.randn(8, 8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if "weight" not in self._fp8_workspaces:  # in the real one of a type that nobody can move
+            # in the real one of a type that nobody can move
+            if "weight" not in self._fp8_workspaces:
                 self._fp8_workspaces["weight"] = self.weight.detach().to(torch.bfloat16).to_sparse()
             return x @ self._fp8_workspaces["weight"].to_dense().float()
 
@@ -229,7 +284,11 @@ def test_workspaces_of_transformer_engine() -> None:
     base._dummy_wgrads = {"weight": torch.zeros(8)}  # type: ignore[attr-defined]
     with replaced({base.__name__: base}):
         model = torch.nn.Sequential(Linear(), torch.nn.Linear(8, 8))
-        program = Program(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda number: model(torch.ones(2, 8)).sum())
+        program = Program(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda number: model(torch.ones(2, 8)).sum(),
+        )
         manager = managed(program)
         with manager.phase("train") as phase:
             first = model(torch.ones(2, 8))
@@ -246,12 +305,19 @@ def test_workspaces_of_transformer_engine() -> None:
 
 @on_ranks("two_ranks")
 def test_a_rank_that_steps_nothing_has_the_owner_too() -> None:
-    """A rank that steps nothing of a small model still has the optimizer's owner: else its train phases would leave the model out."""
+    """A rank that steps nothing of a small model still has the optimizer's owner: else its train
+    phases would leave the model out."""
     with pretend_cuda():
         start()
         model = wrap(Kind(), torch.nn.Linear(16, 4, bias=False))
-        program = Program(model, optimize(Kind(), model), lambda number: model(torch.ones(2, 16).bfloat16()).float().sum())
-        mine = sum(each.numel() for optimizer in inner(program.optimizer) for each in stepped(optimizer))
+        program = Program(
+            model,
+            optimize(Kind(), model),
+            lambda number: model(torch.ones(2, 16).bfloat16()).float().sum(),
+        )
+        mine = sum(
+            each.numel() for optimizer in inner(program.optimizer) for each in stepped(optimizer)
+        )
         manager = managed(program)
         assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
         with manager.phase("train"):
@@ -263,13 +329,20 @@ def test_a_rank_that_steps_nothing_has_the_owner_too() -> None:
 @pytest.mark.parametrize("kind", worker.KINDS, ids=str)
 def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) -> None:
     outcomes = two_ranks.run(worker.compare, kind)
-    assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)
+    assert all(
+        outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0
+        for outcome in outcomes
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(0, worker.KINDS[0]), (1, worker.Kind(is_distributed=False))], ids=["distributed", "replicated"]
+    ("number", "kind"),
+    [(0, worker.KINDS[0]), (1, worker.Kind(is_distributed=False))],
+    ids=["distributed", "replicated"],
 )
-def test_data_parallel_ranks_share_the_host_copy_of_their_weights(two_ranks: Ranks, number: int, kind: worker.Kind) -> None:
+def test_data_parallel_ranks_share_the_host_copy_of_their_weights(
+    two_ranks: Ranks, number: int, kind: worker.Kind
+) -> None:
     for shared in two_ranks.run(worker.replicas, kind, 7000 + number):
         assert all(set(members) == {(0, 1)} for members in shared)
 
@@ -283,19 +356,24 @@ def test_weights_that_are_the_cast_of_masters_have_no_host_copy(two_ranks: Ranks
         assert other_bytes == 0
 
 
-@pytest.mark.parametrize("kind", [PRECISION_AWARE, replace(worker.KINDS[0], has_masters=True)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [PRECISION_AWARE, replace(worker.KINDS[0], has_masters=True)], ids=str
+)
 def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
     (outcome,) = one_rank.run(worker.compare, kind)
     assert outcome.resident_bytes["actor"] > 0
 
 
 def test_a_key_that_is_a_tensor_is_not_turned_into_text() -> None:
-    """`param_to_bucket_group` has parameters for keys, and the text of a tensor is its values: read at every phase transition, over
-    poison."""
+    """`param_to_bucket_group` has parameters for keys, and the text of a tensor is its values: read
+    at every phase transition, over poison."""
 
     class Key:
         def __format__(self, spec: str) -> str:
             raise AssertionError("the key was read")
 
     tensor = torch.ones(1)
-    assert list(nested_tensors({"named": [tensor], Key(): {Key(): tensor}}, "map")) == [("map.named.0", tensor), ("map.[1].[0]", tensor)]
+    assert list(nested_tensors({"named": [tensor], Key(): {Key(): tensor}}, "map")) == [
+        ("map.named.0", tensor),
+        ("map.[1].[0]", tensor),
+    ]

@@ -1,4 +1,5 @@
-"""Megatron-FSDP's own classes under placement, on a CPU that pretends to be CUDA (`pretend_cuda`), in both versions."""
+"""Megatron-FSDP's own classes under placement, on a CPU that pretends to be CUDA (`pretend_cuda`),
+in both versions."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ needs("megatron_fsdp")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, strategy: str) -> None:
     outcomes = two_ranks.run(worker.compare, "0.6.1", strategy)
-    assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)
+    assert all(
+        outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0
+        for outcome in outcomes
+    )
 
 
 @pytest.mark.slow
@@ -32,24 +36,38 @@ def test_steps_are_the_same_with_the_version_in_megatron_core(two_ranks: Ranks) 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 @on_ranks("two_ranks")
 def test_nothing_is_left_on_the_device(strategy: str) -> None:
-    """Every buffer lies in the handle's addresses and every gathered bucket is released, with gradients in flight between two backwards."""
+    """Every buffer lies in the handle's addresses and every gathered bucket is released, with
+    gradients in flight between two backwards."""
     with pretend_cuda():
         program = worker.build("0.6.1", strategy)
         manager = training.managed(program)
         buffer = program.model.param_and_grad_buffer
         with manager.phase("train"):
             program.backward(0)
-            gathered = sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values())
+            gathered = sum(
+                bucket.data.untyped_storage().nbytes()
+                for bucket in buffer.weight_alloc.buckets.values()
+            )
             assert (gathered > 0) is (strategy == "optim_grads_params")
         assert_nothing_resident(manager)
-        assert sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values()) == 0
+        assert (
+            sum(
+                bucket.data.untyped_storage().nbytes()
+                for bucket in buffer.weight_alloc.buckets.values()
+            )
+            == 0
+        )
         for name, tensor in [*program.tensors(), *program.model.raw_param.items()]:
             for path, part in training.local_parts(tensor):
                 storage = part.untyped_storage()
-                assert storage.nbytes() == 0 or RANGES.owner_of(storage.data_ptr()) is not None, f"{name}{path} was left on the device"
+                assert storage.nbytes() == 0 or RANGES.owner_of(storage.data_ptr()) is not None, (
+                    f"{name}{path} was left on the device"
+                )
         adapter = manager.handles["actor"].adapter
         assert isinstance(adapter, ModuleAdapter)
-        assert {id(each) for each in adapter.parameters()} == {id(each) for _, each in buffer.optimizer_named_parameters}
+        assert {id(each) for each in adapter.parameters()} == {
+            id(each) for _, each in buffer.optimizer_named_parameters
+        }
         with manager.phase("train"):
             program.learn(0)
         assert_nothing_resident(manager)
@@ -57,7 +75,8 @@ def test_nothing_is_left_on_the_device(strategy: str) -> None:
 
 @on_ranks("two_ranks")
 def test_dropped_gradients_and_memory_of_nccl() -> None:
-    """Dropped, the buffers of gradients are zero in their places. Memory that NCCL has registered is refused."""
+    """Dropped, the buffers of gradients are zero in their places. Memory that NCCL has registered
+    is refused."""
     with pretend_cuda():
         program = worker.build("0.6.1", "optim_grads_params")
         program.model.ddp_config.nccl_ub = True

@@ -1,4 +1,5 @@
-"""PEFT: LoRA over a frozen base, adapters that come and go, and are saved and made while the model is offloaded. The real package."""
+"""PEFT: LoRA over a frozen base, adapters that come and go, and are saved and made while the model
+is offloaded. The real package."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ CHUNK_BYTES = 4096
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.up, self.down, self.head = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, 4),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(inputs + self.down(self.up(inputs).relu()))
@@ -71,8 +76,11 @@ def build() -> training.Program:
 # --- adapters that come and go
 
 
-def story(phase: Callable[[str], AbstractContextManager[Any]]) -> Iterator[tuple[Any, Any, bytes | None]]:
-    """A program whose adapters are added, switched, disabled and deleted between phases. Yields model, optimizer and last loss."""
+def story(
+    phase: Callable[[str], AbstractContextManager[Any]],
+) -> Iterator[tuple[Any, Any, bytes | None]]:
+    """A program whose adapters are added, switched, disabled and deleted between phases. Yields
+    model, optimizer and last loss."""
     torch.manual_seed(0)
     model = adapted(save_head=True)
     adam = torch.optim.AdamW(trained(model), lr=1e-2)
@@ -109,7 +117,9 @@ def story(phase: Callable[[str], AbstractContextManager[Any]]) -> Iterator[tuple
     yield run("log_prob", look, 9)
     del adam.param_groups[1]
     kept = {id(each) for each in adam.param_groups[0]["params"]}
-    adam.state = defaultdict(dict, {each: entry for each, entry in adam.state.items() if id(each) in kept})
+    adam.state = defaultdict(
+        dict, {each: entry for each, entry in adam.state.items() if id(each) in kept}
+    )
     model.delete_adapter("second")
     for number in range(10, 13):
         yield run("train", learn, number)
@@ -117,7 +127,9 @@ def story(phase: Callable[[str], AbstractContextManager[Any]]) -> Iterator[tuple
 
 
 def values(model: Any, optimizer: Any) -> dict[str, bytes]:
-    return training.bytes_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
+    return training.bytes_of(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    )
 
 
 def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
@@ -137,7 +149,11 @@ def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() 
         assert_nothing_resident(manager)
         wanted, plain_loss = plain[number]
         assert loss == plain_loss, f"the loss of part {number} differs from the plain run's"
-        training.assert_same(values(manager.handles["actor"], manager.handles["actor.optimizer"]), wanted, f"part {number}")
+        training.assert_same(
+            values(manager.handles["actor"], manager.handles["actor.optimizer"]),
+            wanted,
+            f"part {number}",
+        )
         hosts.append(manager.handles["actor"].host_bytes)
     assert len(hosts) == len(plain)
     manager.close()
@@ -151,11 +167,17 @@ def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() 
         ("merged with its adapters", lambda model: model.merge_adapter()),
         ("merged with its adapters", lambda model: model.merge_and_unload()),
         # It copies the module that is to be saved.
-        ("copied or pickled", lambda model: model.add_adapter("more", config(modules_to_save=["head"]))),
+        (
+            "copied or pickled",
+            lambda model: model.add_adapter("more", config(modules_to_save=["head"])),
+        ),
     ],
 )
-def test_what_would_compute_with_offloaded_weights_is_refused(what: str, change: Callable[[Any], Any]) -> None:
-    """Merged while offloaded, NaN is added to NaN, which nobody sees; PEFT notes the merge and leaves the adapter out from then on."""
+def test_what_would_compute_with_offloaded_weights_is_refused(
+    what: str, change: Callable[[Any], Any]
+) -> None:
+    """Merged while offloaded, NaN is added to NaN, which nobody sees; PEFT notes the merge and
+    leaves the adapter out from then on."""
     model = adapted()
     output = training.as_bytes(model(batch(0)))
     manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
@@ -177,17 +199,28 @@ def test_what_would_compute_with_offloaded_weights_is_refused(what: str, change:
     assert not any({"merge", "unmerge"} & set(vars(module)) for module in model.modules())
 
 
-# --- adapters that PEFT saves and makes while the model is offloaded: as without placement, or refused before anything is written
+# --- adapters that PEFT saves and makes while the model is offloaded: as without placement, or
+# refused before anything is written
 
 
-_TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+_TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 _Q = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 _PROMPT = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
 _READ_IN_STATE_DICT = {
     "lora": lambda: peft.LoraConfig(r=4, bias="all", modules_to_save=["lm_head"], **_Q),
-    "dora with tokens": lambda: peft.LoraConfig(r=4, use_dora=True, trainable_token_indices=[1, 2], **_Q),
+    "dora with tokens": lambda: peft.LoraConfig(
+        r=4, use_dora=True, trainable_token_indices=[1, 2], **_Q
+    ),
     "vera": lambda: peft.VeraConfig(r=4, **_Q),
-    "vblora": lambda: peft.VBLoRAConfig(r=2, vector_length=4, num_vectors=16, save_only_topk_weights=True, **_Q),
+    "vblora": lambda: peft.VBLoRAConfig(
+        r=2, vector_length=4, num_vectors=16, save_only_topk_weights=True, **_Q
+    ),
     "randlora": lambda: peft.RandLoraConfig(r=4, **_Q),
     "fourier": lambda: peft.FourierFTConfig(n_frequency=8, **_Q),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2], task_type="CAUSAL_LM"),
@@ -203,7 +236,9 @@ _READ_PAST_IT = {
 
 def _adapted(config: Any) -> Any:
     torch.manual_seed(0)
-    return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY)), config)
+    return peft.get_peft_model(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY)), config
+    )
 
 
 def _registered(model: Any) -> Manager:
@@ -217,22 +252,40 @@ def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize("config", [pytest.param(each, id=name) for name, each in _READ_IN_STATE_DICT.items()])
+@pytest.mark.parametrize(
+    "config", [pytest.param(each, id=name) for name, each in _READ_IN_STATE_DICT.items()]
+)
 def test_an_adapter_is_saved_while_offloaded(config: Callable[[], Any], tmp_path: Path) -> None:
     model = _adapted(config())
-    true, true_state = _saved(model, tmp_path / "true"), {k: v.clone() for k, v in peft.get_peft_model_state_dict(model).items()}
+    true, true_state = (
+        _saved(model, tmp_path / "true"),
+        {k: v.clone() for k, v in peft.get_peft_model_state_dict(model).items()},
+    )
     _registered(model)
     assert training.bytes_of(_saved(model, tmp_path / "found")) == training.bytes_of(true)
     assert training.bytes_of(peft.get_peft_model_state_dict(model)) == training.bytes_of(true_state)
 
 
-@pytest.mark.parametrize("config", [pytest.param(each, id=name) for name, each in _READ_PAST_IT.items()])
-def test_what_peft_reads_past_the_state_dict_is_saved_in_a_phase(config: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", [pytest.param(each, id=name) for name, each in _READ_PAST_IT.items()]
+)
+def test_what_peft_reads_past_the_state_dict_is_saved_in_a_phase(
+    config: Callable[[], Any], tmp_path: Path
+) -> None:
     model = _adapted(config())
-    true, values = _saved(model, tmp_path / "true"), {name: value.clone() for name, value in model.state_dict().items()}
+    true, values = (
+        _saved(model, tmp_path / "true"),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
     manager = _registered(model)
-    for folder in ({"save_directory": tmp_path / "refused"}, {"save_directory": tmp_path / "refused", "safe_serialization": False}):
-        with pytest.raises(NotResidentError, match=r"'actor' .* cannot be saved by PEFT, .*phase\('log_prob'\)"):
+    for folder in (
+        {"save_directory": tmp_path / "refused"},
+        {"save_directory": tmp_path / "refused", "safe_serialization": False},
+    ):
+        with pytest.raises(
+            NotResidentError,
+            match=r"'actor' .* cannot be saved by PEFT, .*phase\('log_prob'\)",
+        ):
             model.save_pretrained(**folder)
     assert not (tmp_path / "refused").exists()
     with pytest.raises(NotResidentError, match="cannot be saved by PEFT"):
@@ -244,14 +297,23 @@ def test_what_peft_reads_past_the_state_dict_is_saved_in_a_phase(config: Callabl
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "mica", True, "gaussian"])
-def test_an_adapter_made_by_a_decomposition_is_refused_before_anything_changed(init: str | bool) -> None:
+def test_an_adapter_made_by_a_decomposition_is_refused_before_anything_changed(
+    init: str | bool,
+) -> None:
     model = _adapted(peft.LoraConfig(r=4, **_Q))
     manager = _registered(model)
     names = list(model.state_dict())
     if init in (True, "gaussian"):
         model.add_adapter("more", peft.LoraConfig(r=4, init_lora_weights=init, **_Q))
     else:
-        with pytest.raises(NotResidentError, match=r"cannot be given an adapter that is computed from its weights: .*'log_prob'"):
+        with pytest.raises(
+            NotResidentError,
+            match=r"cannot be given an adapter "
+            r"that "
+            r"is "
+            r"computed "
+            r"from its weights: .*'log_prob'",
+        ):
             model.add_adapter("more", peft.LoraConfig(r=4, init_lora_weights=init, **_Q))
         assert list(model.state_dict()) == names
         with manager.phase("log_prob"):
@@ -264,5 +326,7 @@ def test_an_adapter_made_by_a_decomposition_is_refused_before_anything_changed(i
 def test_a_close_takes_the_guards_off() -> None:
     model = _adapted(peft.ShiraConfig(r=4, **_Q))
     _registered(model).close()
-    assert not any({"save_pretrained", "inject_adapter", "merge"} & set(vars(part)) for part in model.modules())
+    assert not any(
+        {"save_pretrained", "inject_adapter", "merge"} & set(vars(part)) for part in model.modules()
+    )
     assert not any(part._state_dict_pre_hooks for part in model.modules())

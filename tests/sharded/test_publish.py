@@ -1,6 +1,8 @@
-"""Publishing sharded and wrapped models: the full weights by clean names, within bounded memory, whatever a consumer does.
+"""Publishing sharded and wrapped models: the full weights by clean names, within bounded memory,
+whatever a consumer does.
 
-Real torch wrappers on two ranks (bodies in publish_worker.py), resident and streamed from the host copy.
+Real torch wrappers on two ranks (bodies in publish_worker.py), resident and streamed from the host
+copy.
 """
 
 from __future__ import annotations
@@ -50,20 +52,33 @@ def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize(
-    ("build", "dtype"), [("plain", None), ("fsdp2", torch.bfloat16), ("fsdp2_external", None), ("fsdp2_rows", None), ("fsdp1_flat", None)]
+    ("build", "dtype"),
+    [
+        ("plain", None),
+        ("fsdp2", torch.bfloat16),
+        ("fsdp2_external", None),
+        ("fsdp2_rows", None),
+        ("fsdp1_flat", None),
+    ],
 )
-def test_the_device_holds_one_bucket_and_what_makes_one_weight(two_ranks: Ranks, build: str, dtype: torch.dtype | None) -> None:
-    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well. Streamed, also the
-    next bucket, which comes meanwhile."""
+def test_the_device_holds_one_bucket_and_what_makes_one_weight(
+    two_ranks: Ranks, build: str, dtype: torch.dtype | None
+) -> None:
+    """One more tensor of the largest weight's size; cut along another dimension than the first, its
+    local part as well. Streamed, also the next bucket, which comes meanwhile."""
     bucket_bytes = 40_000
     for streams in (False, True):
         for peak, largest in two_ranks.run(worker.peak, build, streams, bucket_bytes, dtype):
             assert largest <= bucket_bytes
             ahead = bucket_bytes if streams else 0
-            assert largest < peak <= bucket_bytes + largest + ahead + (largest // 2 if build == "fsdp2_rows" else 0)
+            assert (
+                largest
+                < peak
+                <= bucket_bytes + largest + ahead + (largest // 2 if build == "fsdp2_rows" else 0)
+            )
 
 
-def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used_and_an_early_end_lets_go_of_it() -> None:
+def test_the_next_bucket_of_a_streamed_sync_comes_while_one_is_used() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
     manager, actor = placed(model, streams=True)
     one = 64 * 64 * 4
@@ -93,7 +108,10 @@ def test_rows_that_are_published_under_two_names_have_the_dtype_of_each() -> Non
         ahead = ReadAhead(reader := Reader(torch.device("cpu")), names, 1 << 20)
         with plainly():
             ahead.fetch()
-            assert all(torch.equal(each.whole(reader, dtype), weight.full_tensor().to(dtype)) for each, dtype in names)
+            assert all(
+                torch.equal(each.whole(reader, dtype), weight.full_tensor().to(dtype))
+                for each, dtype in names
+            )
 
 
 @on_ranks("two_ranks")
@@ -118,18 +136,23 @@ def _change_some(module: Any, by: int) -> None:
 
 
 class _Receivers:
-    """Full weights into which the changes of all ranks are written, and the bytes that this rank has sent in each sync."""
+    """Full weights into which the changes of all ranks are written, and the bytes that this rank
+    has sent in each sync."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self.weights = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info()}
+        self.weights = {
+            info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info()
+        }
         self.version: int | None = None
         self.sent: list[int] = []
 
     def sync(self, *, stops: bool = False, check: bool = True) -> None:
         """`stops`: this rank stops in the middle; what it has read is lost."""
         mine: list[Any] = []
-        for bucket in self.actor.weight_changes(since=self.version, bucket_bytes=20 if stops else 20_000):
+        for bucket in self.actor.weight_changes(
+            since=self.version, bucket_bytes=20 if stops else 20_000
+        ):
             if stops:
                 break
             mine += copy.deepcopy(list(bucket))
@@ -145,11 +168,13 @@ class _Receivers:
 
 
 def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> list[int]:
-    """Each rank sends its own parts; a receiver that writes those of all ranks has the whole weights. Returns the bytes of each sync.
+    """Each rank sends its own parts; a receiver that writes those of all ranks has the whole
+    weights. Returns the bytes of each sync.
 
     Args:
         breaks: whether the first rank stops in the middle of the second sync.
-        streams: whether weights are published from the host copy; then, and where it is False, they were offloaded after the training.
+        streams: whether weights are published from the host copy; then, and where it is False, they
+        were offloaded after the training.
     """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())
@@ -171,16 +196,28 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
 
 @pytest.mark.parametrize(
     ("build", "streams"),
-    [("plain", False), ("fsdp2", None), ("fsdp2", True), ("fsdp2_rows", False), ("fsdp2_external", None), ("fsdp1_flat", True)],
+    [
+        ("plain", False),
+        ("fsdp2", None),
+        ("fsdp2", True),
+        ("fsdp2_rows", False),
+        ("fsdp2_external", None),
+        ("fsdp1_flat", True),
+    ],
 )
-def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(two_ranks: Ranks, build: str, streams: bool | None) -> None:
+def test_changes_of_the_parts_of_all_ranks_are_the_whole_weights(
+    two_ranks: Ranks, build: str, streams: bool | None
+) -> None:
     for first, *later in two_ranks.run(_changes, build, False, streams):
-        is_computed = build in ("fsdp2_external", "fsdp1_flat")  # no host copy of ours, or no block of the weight: whole each time
+        # no host copy of ours, or no block of the weight: whole each time
+        is_computed = build in ("fsdp2_external", "fsdp1_flat")
         assert min(later) > first / 2 if is_computed else max(later) < first / 4
 
 
 @pytest.mark.parametrize("streams", [None, True], ids=["", "streamed"])
-def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(two_ranks: Ranks, streams: bool | None) -> None:
+def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(
+    two_ranks: Ranks, streams: bool | None
+) -> None:
     (first, stopped, later), others = two_ranks.run(_changes, "fsdp2", True, streams)
     assert stopped == 0
     assert later == first
@@ -188,13 +225,18 @@ def test_a_rank_that_stops_in_the_middle_publishes_its_part_whole_the_next_time(
 
 
 def _changes_beside_a_failure(operation: str) -> list[int]:
-    """Offloads of the first rank fail at one call after the other. Both ranks go back, train on, and publish.
+    """Offloads of the first rank fail at one call after the other. Both ranks go back, train on,
+    and publish.
 
     Returns the bytes of each sync.
     """
     module = BUILDS["fsdp2"](worker.Model())
     faults = Faults(SimulatedDevice(64 << 20, chunk_bytes=worker.CHUNK_BYTES))
-    group = StoreGroup(PrefixStore(f"changes/{operation}", _get_default_store()), dist.get_rank(), dist.get_world_size())
+    group = StoreGroup(
+        PrefixStore(f"changes/{operation}", _get_default_store()),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     manager = Manager(device=faults, group=group)
     actor = manager.register("actor", module, role="actor")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -223,7 +265,9 @@ def _changes_beside_a_failure(operation: str) -> list[int]:
 
 
 @pytest.mark.parametrize("operation", ["copy", "sync"])
-def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(two_ranks: Ranks, operation: str) -> None:
+def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(
+    two_ranks: Ranks, operation: str
+) -> None:
     _, second = two_ranks.run(_changes_beside_a_failure, operation)
     assert max(second[1:]) < second[0] / 4  # what was recorded before it went back is still true
 
@@ -231,7 +275,9 @@ def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(two_ranks: Ran
 # --- ranks that do not do the same
 
 
-@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "vLLM drops it", "its transform raises"])
+@pytest.mark.parametrize(
+    "kind", ["raises", "raises, streamed", "breaks", "vLLM drops it", "its transform raises"]
+)
 @on_ranks("two_ranks")
 def test_a_rank_that_stops_half_way_lets_the_others_finish(kind: str) -> None:
     """Rank 0 stops after a bucket, rank 1 goes on; then both publish again."""
@@ -251,7 +297,11 @@ def test_a_rank_that_stops_half_way_lets_the_others_finish(kind: str) -> None:
                     pairs = iter(())
                 names = [name for name, _ in pairs]
             elif kind == "its transform raises":
-                names = [name for bucket in actor.weights(bucket_bytes=1000, transform=_fails_on_rank_0) for name, _ in bucket]
+                names = [
+                    name
+                    for bucket in actor.weights(bucket_bytes=1000, transform=_fails_on_rank_0)
+                    for name, _ in bucket
+                ]
             else:
                 for bucket in actor.weights(bucket_bytes=1000 * (1 + dist.get_rank())):
                     names += [name for name, _ in bucket]
@@ -267,7 +317,10 @@ def test_a_rank_that_stops_half_way_lets_the_others_finish(kind: str) -> None:
     assert len(again) == wanted
     assert_nothing_resident(manager)
     stops = dist.get_rank() == 0
-    assert (len(names) == wanted, error) == (not stops, "engine died" if stops and "raises" in kind else "")
+    assert (len(names) == wanted, error) == (
+        not stops,
+        "engine died" if stops and "raises" in kind else "",
+    )
 
 
 def _fails_on_rank_0(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -283,7 +336,9 @@ def test_names_are_clean_of_wrappers_around_the_model_and_its_parts() -> None:
     model: Any = worker.Model()
     wanted = wanted_of(model)
     compiled, checkpointed = model.blocks
-    model.blocks = torch.nn.ModuleList([torch.compile(compiled, backend="eager"), checkpoint_wrapper(checkpointed)])
+    model.blocks = torch.nn.ModuleList(
+        [torch.compile(compiled, backend="eager"), checkpoint_wrapper(checkpointed)]
+    )
     model = checkpoint_wrapper(torch.compile(model, backend="eager"))
     manager, actor = placed(model)
     with manager.phase("weight_sync"):
@@ -292,9 +347,15 @@ def test_names_are_clean_of_wrappers_around_the_model_and_its_parts() -> None:
 
 def test_a_wrappers_name_that_is_the_models_own_stays() -> None:
     """A wrapper is known by its class: a model may call a part `module` or `_orig_mod` itself."""
-    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "_orig_mod": torch.nn.Linear(2, 2, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"module": torch.nn.Linear(2, 2), "_orig_mod": torch.nn.Linear(2, 2, bias=False)}
+    )
     actor = manager_of().register("actor", model, role="actor")
-    assert [info.name for info in actor.weights_info()] == ["module.weight", "module.bias", "_orig_mod.weight"]
+    assert [info.name for info in actor.weights_info()] == [
+        "module.weight",
+        "module.bias",
+        "_orig_mod.weight",
+    ]
 
 
 def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> None:
@@ -313,16 +374,25 @@ def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> 
 
 
 class Opaque(torch.Tensor):
-    """Shaped as bitsandbytes' Params4bit: a subclass whose bytes mean nothing without what lies beside them."""
+    """Shaped as bitsandbytes' Params4bit: a subclass whose bytes mean nothing without what lies
+    beside them."""
 
 
 def test_what_cannot_be_published_is_named_before_anything_is() -> None:
     model = torch.nn.Linear(4, 4)
-    model.weight = torch.nn.Parameter(torch.Tensor._make_subclass(Opaque, torch.randn(4, 4)), requires_grad=False)
+    model.weight = torch.nn.Parameter(
+        torch.Tensor._make_subclass(Opaque, torch.randn(4, 4)), requires_grad=False
+    )
     manager = manager_of()
     actor = manager.register("actor", model, role="actor", external=True)
     assert [info.name for info in actor.weights_info()] == ["weight", "bias"]
-    with manager.phase("weight_sync"), pytest.raises(RegistrationError, match=r"'actor': 'weight' is a .*Opaque.*adapters='separate'"):
+    with (
+        manager.phase("weight_sync"),
+        pytest.raises(
+            RegistrationError,
+            match=r"'actor': 'weight' is a .*Opaque.*adapters='separate'",
+        ),
+    ):
         actor.weights()
 
 
@@ -333,18 +403,27 @@ def _quantized() -> torch.nn.Module:
     made = torch.nn.Module()
     made.router, made.float8, made.packed = (torch.nn.Linear(6, 5, bias=False) for _ in range(3))
     made.router.register_buffer("e_score_correction_bias", torch.rand(5))
-    made.float8.weight = torch.nn.Parameter(torch.rand(5, 6).to(torch.float8_e4m3fn), requires_grad=False)
+    made.float8.weight = torch.nn.Parameter(
+        torch.rand(5, 6).to(torch.float8_e4m3fn), requires_grad=False
+    )
     made.float8.weight_scale_inv = torch.nn.Parameter(torch.rand(5, 1))
-    made.packed.weight = torch.nn.Parameter(torch.arange(30, dtype=torch.int8).reshape(5, 6), requires_grad=False)
+    made.packed.weight = torch.nn.Parameter(
+        torch.arange(30, dtype=torch.int8).reshape(5, 6), requires_grad=False
+    )
     return made
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @on_ranks("two_ranks")
-def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(streams: bool) -> None:
+def test_quantised_shards_are_published_as_they_are_or_not_at_all(
+    streams: bool,
+) -> None:
     torch.manual_seed(1)
     model, inner, lacking = _quantized(), _quantized(), _quantized()
-    wanted = {name: tensor.detach().view(torch.uint8).clone() for name, tensor in model.state_dict().items()}
+    wanted = {
+        name: tensor.detach().view(torch.uint8).clone()
+        for name, tensor in model.state_dict().items()
+    }
     wanted["router.weight"] = model.router.weight.detach().to(torch.bfloat16).view(torch.uint8)
     del lacking.packed
     before = lacking.router.weight.detach().clone()
@@ -360,7 +439,11 @@ def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that
         phase.switch("rollout")
         for name, tensor in inner.state_dict().items():
             here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            whole = wanted[name].view(torch.bfloat16).float().view(torch.uint8) if name == "router.weight" else wanted[name]
+            whole = (
+                wanted[name].view(torch.bfloat16).float().view(torch.uint8)
+                if name == "router.weight"
+                else wanted[name]
+            )
             rows = whole.chunk(2)[dist.get_rank()] if isinstance(tensor, DTensor) else whole
             assert here.view(torch.uint8).equal(rows), name
     assert lacking.router.weight.full_tensor().equal(before)

@@ -1,4 +1,5 @@
-"""Publishing what other frameworks cut: VeOmni's experts, DeepSpeed's partitions, Megatron-FSDP's shards; and into Megatron's DDP."""
+"""Publishing what other frameworks cut: VeOmni's experts, DeepSpeed's partitions, Megatron-FSDP's
+shards; and into Megatron's DDP."""
 
 from __future__ import annotations
 
@@ -24,11 +25,16 @@ from tests.support.ranks import Ranks, on_ranks
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 @on_ranks("two_ranks")
 def test_experts_that_veomni_cut_are_published_whole(expert_parallel: int) -> None:
-    """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as VeOmni does it."""
+    """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as
+    VeOmni does it."""
     world = dist.get_world_size()
     wanted = wanted_of(model := Model(EXPERTS))
-    mesh = init_device_mesh("cpu", (world // expert_parallel, expert_parallel), mesh_dim_names=("ep_fsdp", "ep"))
-    plan = veomni("distributed.parallel_plan").ParallelPlan({"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}})
+    mesh = init_device_mesh(
+        "cpu", (world // expert_parallel, expert_parallel), mesh_dim_names=("ep_fsdp", "ep")
+    )
+    plan = veomni("distributed.parallel_plan").ParallelPlan(
+        {"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}}
+    )
     model._fqn2spec_info = plan.apply(model, {"ep": mesh})
     assert model.experts.up.shape[0] == EXPERTS // expert_parallel
     fully_shard(model.experts, mesh=mesh["ep_fsdp"], shard_placement_fn=lambda _: Shard(1))
@@ -75,7 +81,9 @@ def _zero(stage: int) -> None:
     engine = deepspeed_worker.engine(stage)
     torch.manual_seed(0)
     width = deepspeed_worker.WIDTH["cpu"]
-    plain = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)).bfloat16()
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)
+    ).bfloat16()
     manager, actor = placed(engine)
     manager.register("adam", engine.optimizer)
     assert actor.external
@@ -107,5 +115,7 @@ def test_shards_of_megatron_fsdp_are_refused_before_anything_is_gathered() -> No
     megatron = pytest.importorskip("megatron_fsdp.megatron_fsdp")
     wrapped = megatron.MegatronFSDP.__new__(megatron.MegatronFSDP)
     torch.nn.Module.__init__(wrapped)
-    with pytest.raises(RegistrationError, match="'actor': MegatronFSDP shards its parameters in its own way"):
+    with pytest.raises(
+        RegistrationError, match="'actor': MegatronFSDP shards its parameters in its own way"
+    ):
         check_publishable(torch.nn.ModuleList([wrapped]), "actor", [])

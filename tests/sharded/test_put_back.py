@@ -1,5 +1,6 @@
-"""Parameters that are replaced while they are offloaded (`to()`, `half()`, a framework's own offload) get their places, forms and
-values back, and whatever shards them trains on as if nothing had been. Real frameworks on CPU ranks with gloo."""
+"""Parameters that are replaced while they are offloaded (`to()`, `half()`, a framework's own
+offload) get their places, forms and values back, and whatever shards them trains on as if nothing
+had been. Real frameworks on CPU ranks with gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
 from placement.testing import assert_nothing_resident
-from tests.sharded import fsdp2_worker, megatron_worker, test_ddp, test_fsdp1, test_quantized, training
+from tests.sharded import (
+    fsdp2_worker,
+    megatron_worker,
+    test_ddp,
+    test_fsdp1,
+    test_quantized,
+    training,
+)
 from tests.sharded.test_fsdp1 import units
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.seeds import seed
@@ -54,7 +62,8 @@ def _as_verl_offloads_fsdp1(model: torch.nn.Module) -> None:
 
 
 WAYS: dict[str, Callable[[torch.nn.Module], object]] = {
-    "to": lambda model: model._apply(lambda tensor: tensor.clone()),  # what `to("cpu")` does to a model on an accelerator
+    # what `to("cpu")` does to a model on an accelerator
+    "to": lambda model: model._apply(lambda tensor: tensor.clone()),
     "half": torch.nn.Module.half,
     "exchanged": _exchanged,
     "layers": _layer_by_layer,
@@ -63,7 +72,8 @@ WAYS: dict[str, Callable[[torch.nn.Module], object]] = {
 
 
 def _looks(program: training.Program) -> dict[str, Any]:
-    """Everything of the tensors but their values. `_apply` puts other objects in the place of buffers, not of parameters."""
+    """Everything of the tensors but their values. `_apply` puts other objects in the place of
+    buffers, not of parameters."""
     buffers = {id(buffer) for _, buffer in program.model.named_buffers()}
     return {
         f"{name}{path}": (
@@ -77,9 +87,12 @@ def _looks(program: training.Program) -> dict[str, Any]:
 
 
 def trains_on(
-    build: Callable[[], training.Program], way: str, within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    build: Callable[[], training.Program],
+    way: str,
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> int:
-    """Replace the offloaded parameters before every phase, and compare with a run that nobody disturbs. Returns how often it was told.
+    """Replace the offloaded parameters before every phase, and compare with a run that nobody
+    disturbs. Returns how often it was told.
 
     Args:
         within: makes the context in which the program is built and computes.
@@ -97,19 +110,30 @@ def trains_on(
         for phase, method in program.phases_of(step):
             before = _looks(program)
             WAYS[way](program.model)
-            with pytest.raises(IntegrityError, match="were replaced while it was offloaded") as caught, manager.phase(phase):
+            with (
+                pytest.raises(
+                    IntegrityError, match="were replaced while it was offloaded"
+                ) as caught,
+                manager.phase(phase),
+            ):
                 pass
             assert "The registered values were put back" in str(caught.value)
             told += 1
             now = _looks(program)
-            assert now == before, {name: (look, now.get(name)) for name, look in before.items() if look != now.get(name)}
+            assert now == before, {
+                name: (look, now.get(name))
+                for name, look in before.items()
+                if look != now.get(name)
+            }
             assert_nothing_resident(manager, allow_foreign=True)
             training.assert_off(manager)
             training.assert_away(manager, program)
             seed(1 + step)
             with manager.phase(phase), within():
                 loss = getattr(program, method)(step)
-            assert training.as_bytes(loss) == next(left), f"step {step}, {phase}, {method}: another loss than in the undisturbed run"
+            assert training.as_bytes(loss) == next(left), (
+                f"step {step}, {phase}, {method}: another loss than in the undisturbed run"
+            )
             assert_nothing_resident(manager, allow_foreign=True)
             audit = manager.audit()
             assert audit.ok, audit.report
@@ -123,14 +147,24 @@ def trains_on(
 CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
     "fsdp2": (fsdp2_worker.plain_fsdp2, "to"),
     "fsdp2, layers": (fsdp2_worker.plain_fsdp2, "layers"),
-    "fsdp2, gradients not reduced": (functools.partial(fsdp2_worker.accumulating_fsdp2, None), "half"),
+    "fsdp2, gradients not reduced": (
+        functools.partial(fsdp2_worker.accumulating_fsdp2, None),
+        "half",
+    ),
     "fsdp2, two dimensions": (fsdp2_worker.hybrid_fsdp2, "exchanged"),
     "fsdp2, several groups": (fsdp2_worker.several_meshes, "to"),
-    "tensor parallel": (functools.partial(fsdp2_worker.tensor_parallel_program, "AdamW", foreach=True), "to"),
+    "tensor parallel": (
+        functools.partial(fsdp2_worker.tensor_parallel_program, "AdamW", foreach=True),
+        "to",
+    ),
     "fsdp1": (test_fsdp1.Variant(True).program, "to"),
-    # Under original names torch's own `_apply` fails beside gradients that no reduction has brought to their parameters yet.
+    # Under original names torch's own `_apply` fails beside gradients that no reduction has brought
+    # to their parameters yet.
     "fsdp1, gradients not reduced": (test_fsdp1.Variant(True, accumulates=True).program, "verl"),
-    "fsdp1, flat": (test_fsdp1.Variant(False, ShardingStrategy.SHARD_GRAD_OP, test_fsdp1.HALF).program, "verl"),
+    "fsdp1, flat": (
+        test_fsdp1.Variant(False, ShardingStrategy.SHARD_GRAD_OP, test_fsdp1.HALF).program,
+        "verl",
+    ),
     "fsdp1, flat and whole": (test_fsdp1.Variant(False, ShardingStrategy.NO_SHARD).program, "to"),
     "ddp": (test_ddp.Variant({"gradient_as_bucket_view": True}).program, "layers"),
     "ddp, buckets apart": (test_ddp.Variant().program, "to"),
@@ -144,10 +178,20 @@ def test_trains_on(two_ranks: Ranks, name: str) -> None:
     assert all(two_ranks.run(trains_on, *CASES[name]))
 
 
-@pytest.mark.parametrize("kind", [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)], ids=str
+)
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:
-    """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
-    assert all(two_ranks.run(trains_on, functools.partial(megatron_worker.build, kind), "to", megatron_worker.pretend_cuda))
+    """The parameters are cut from a buffer that stays behind, and the optimizer has shards of
+    it."""
+    assert all(
+        two_ranks.run(
+            trains_on,
+            functools.partial(megatron_worker.build, kind),
+            "to",
+            megatron_worker.pretend_cuda,
+        )
+    )
 
 
 @on_ranks("two_ranks")
@@ -158,7 +202,10 @@ def test_ddp_whose_hooks_torch_has_dropped() -> None:
     with manager.phase("log_prob"):
         wanted = training.digest(program)
     program.model.double()
-    with pytest.raises(IntegrityError, match="The registered values were put back") as caught, manager.phase("train"):
+    with (
+        pytest.raises(IntegrityError, match="The registered values were put back") as caught,
+        manager.phase("train"),
+    ):
         pass
     with manager.phase("log_prob"):
         assert training.digest(program) == wanted

@@ -1,4 +1,5 @@
-"""Quantised weights and quantised optimizer state: torchao's wrappers, bitsandbytes' parameters. The real packages.
+"""Quantised weights and quantised optimizer state: torchao's wrappers, bitsandbytes' parameters.
+The real packages.
 
 The 20 steps run on a GPU too, in tests/gpu/test_frameworks.py.
 """
@@ -48,18 +49,28 @@ class Adapted(nn.Module):
 
 
 def batch(number: int, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(training.here(device))
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(
+        training.here(device)
+    )
 
 
 def program(model: nn.Module, optimizer: Any = None, device: str = "cpu") -> training.Program:
-    adam = optimizer or torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    return training.Program(model, adam, lambda number: (model(batch(number, device)) - batch(number, device)).square().mean())
+    adam = optimizer or torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2
+    )
+    return training.Program(
+        model,
+        adam,
+        lambda number: (model(batch(number, device)) - batch(number, device)).square().mean(),
+    )
 
 
 def torchao_model(kind: str, device: str = "cpu") -> nn.Module:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(training.here(device))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(
+        training.here(device)
+    )
     quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
     return nn.Sequential(Adapted(model[0]), nn.ReLU(), Adapted(model[2])).to(training.here(device))
 
@@ -70,17 +81,31 @@ def bitsandbytes_layer(kind: str) -> nn.Module:
     if kind == "int8":
         layer: nn.Module = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
     else:
-        layer = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, compress_statistics=kind == "nested", quant_type="nf4")
+        layer = bnb.nn.Linear4bit(
+            WIDTH,
+            WIDTH,
+            compute_dtype=torch.float32,
+            compress_statistics=kind == "nested",
+            quant_type="nf4",
+        )
     return layer
 
 
 def bitsandbytes_model(kind: str, device: str = "cpu") -> nn.Module:
     # What quantises is the move to a device, also to the CPU.
-    return nn.Sequential(Adapted(bitsandbytes_layer(kind)), nn.ReLU(), Adapted(bitsandbytes_layer(kind))).to(training.here(device))
+    return nn.Sequential(
+        Adapted(bitsandbytes_layer(kind)), nn.ReLU(), Adapted(bitsandbytes_layer(kind))
+    ).to(training.here(device))
 
 
 BUILD = {"torchao": torchao_model, "bitsandbytes": bitsandbytes_model}
-CASES = [("torchao", "int8"), ("torchao", "float8"), ("bitsandbytes", "nf4"), ("bitsandbytes", "nested"), ("bitsandbytes", "int8")]
+CASES = [
+    ("torchao", "int8"),
+    ("torchao", "float8"),
+    ("bitsandbytes", "nf4"),
+    ("bitsandbytes", "nested"),
+    ("bitsandbytes", "int8"),
+]
 
 
 def build(package: str, kind: str, device: str = "cpu") -> training.Program:
@@ -88,15 +113,20 @@ def build(package: str, kind: str, device: str = "cpu") -> training.Program:
 
 
 @pytest.mark.parametrize(("package", "kind"), CASES)
-def test_training_on_a_frozen_quantised_base_does_not_change_by_a_bit(package: str, kind: str) -> None:
+def test_training_on_a_frozen_quantised_base_does_not_change_by_a_bit(
+    package: str, kind: str
+) -> None:
     outcome = training.compare(functools.partial(build, package, kind))
-    base = 2 * WIDTH * WIDTH // (1 if kind in ("int8", "float8") else 2)  # payload alone; statistics and adapters come on top
+    # payload alone; statistics and adapters come on top
+    base = 2 * WIDTH * WIDTH // (1 if kind in ("int8", "float8") else 2)
     assert outcome.resident_bytes["actor"] >= base
     assert outcome.skipped_bytes["actor"] > 0  # the base is not copied back
 
 
 @pytest.mark.parametrize(("package", "kind"), CASES)
-def test_state_dicts_of_quantised_weights_read_the_same_in_every_state(package: str, kind: str) -> None:
+def test_state_dicts_of_quantised_weights_read_the_same_in_every_state(
+    package: str, kind: str
+) -> None:
     model = BUILD[package](kind)
     model(batch(0))  # the first forward of an 8-bit layer moves its statistics into another object
     wanted = bytes_of(model.state_dict())
@@ -114,22 +144,33 @@ def test_state_dicts_of_quantised_weights_read_the_same_in_every_state(package: 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(kind: str, streams: bool) -> None:
+def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(
+    kind: str, streams: bool
+) -> None:
     model = BUILD["torchao"](kind)
-    wanted = bytes_of({name: value for name, value in model.state_dict().items() if ".base." in name})
+    wanted = bytes_of(
+        {name: value for name, value in model.state_dict().items() if ".base." in name}
+    )
     manager = make_manager(policy=Colocated(stream_sync=streams))
     actor = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"):
-        found = {name: value for bucket in actor.weights(dtype="bfloat16") for name, value in bucket}
-        assert [info.dtype for info in actor.weights_info(dtype="bfloat16")] == [value.dtype for value in found.values()]
-        assert bytes_of({name: value for name, value in found.items() if ".base." in name}) == wanted
+        found = {
+            name: value for bucket in actor.weights(dtype="bfloat16") for name, value in bucket
+        }
+        assert [info.dtype for info in actor.weights_info(dtype="bfloat16")] == [
+            value.dtype for value in found.values()
+        ]
+        assert (
+            bytes_of({name: value for name, value in found.items() if ".base." in name}) == wanted
+        )
         assert found["0.down.weight"].dtype is torch.bfloat16
         with pytest.raises(ValueError, match=r"'0\.base\.weight'.*only with its scales"):
             actor.weights(dtype={"0.base.weight": torch.bfloat16})
 
 
 def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() -> None:
-    """Its `state_dict()` calls `item()` and `clone()` on these, and the code is one tensor for every weight of the process."""
+    """Its `state_dict()` calls `item()` and `clone()` on these, and the code is one tensor for
+    every weight of the process."""
     models = [bitsandbytes_model("nested") for _ in range(2)]
     outputs = [model(batch(0)) for model in models]
     manager = make_manager()
@@ -137,7 +178,9 @@ def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() ->
     for handle in handles:
         assert handle.adapter is not None
         assert [name for name, _ in handle.adapter.kept_by_framework()] == [
-            f"{layer}.base.weight.{name}" for layer in (0, 2) for name in ("nested_offset", "nested_quant_map")
+            f"{layer}.base.weight.{name}"
+            for layer in (0, 2)
+            for name in ("nested_offset", "nested_quant_map")
         ]
     # Another model is quantised while both are offloaded, with the code that they share.
     torch.manual_seed(7)
@@ -145,19 +188,32 @@ def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() ->
     manager.close()
     torch.manual_seed(7)
     assert bytes_of(bitsandbytes_model("nested").state_dict()) == late
-    assert [training.as_bytes(model(batch(0))) for model in models] == [training.as_bytes(output) for output in outputs]
+    assert [training.as_bytes(model(batch(0))) for model in models] == [
+        training.as_bytes(output) for output in outputs
+    ]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) -> None:
     model = nn.Sequential(bitsandbytes_layer(kind))
     before = training.as_bytes(model[0].weight)
-    with pytest.raises(RegistrationError, match=r"'actor': '0\.weight' is a weight .*not quantised yet.*model\.to\(device\) before"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'actor': '0\.weight' is a "
+        r"weight "
+        r".*not "
+        r"quantised "
+        r"yet.*model\.to\(device\) before",
+    ):
         make_manager().register("actor", model)
     assert training.as_bytes(model[0].weight) == before
     model.to("cpu")
-    elsewhere = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
-    with pytest.raises(RegistrationError, match=r"quantised by bitsandbytes and is on cpu.*model\.to\('meta'\)"):
+    # any device that is not the CPU: none of its tensors is made here
+    elsewhere = torch.device("meta")
+    with pytest.raises(
+        RegistrationError,
+        match=r"quantised by bitsandbytes and is on cpu.*model\.to\('meta'\)",
+    ):
         ModuleAdapter(model, name="actor", compute_device=elsewhere)
 
 
@@ -165,7 +221,9 @@ def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) ->
 
 
 def learner(make: Any, device: str = "cpu") -> training.Program:
-    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to(training.here(device))
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to(
+        training.here(device)
+    )
     return program(model, make(model.parameters()), device)
 
 
@@ -175,14 +233,20 @@ def quantised(library: str, name: str, parameters: Any, **options: Any) -> Any:
 
 OPTIMIZERS = {
     "bnb AdamW8bit": functools.partial(quantised, "bitsandbytes", "AdamW8bit", lr=1e-2),
-    "bnb Lion8bit": functools.partial(quantised, "bitsandbytes", "Lion8bit", lr=1e-3, min_8bit_size=16),
-    **{f"torchao {x}": functools.partial(quantised, "torchao", x, lr=1e-2, block_size=64) for x in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    "bnb Lion8bit": functools.partial(
+        quantised, "bitsandbytes", "Lion8bit", lr=1e-3, min_8bit_size=16
+    ),
+    **{
+        f"torchao {x}": functools.partial(quantised, "torchao", x, lr=1e-2, block_size=64)
+        for x in ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+    },
 }
 
 
 @pytest.fixture
 def _eager() -> Iterator[None]:
-    """torchao compiles its steps; that takes a quarter of a minute here and changes nothing about where the state lies."""
+    """torchao compiles its steps; that takes a quarter of a minute here and changes nothing about
+    where the state lies."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -206,8 +270,11 @@ def test_quantised_optimizer_state_is_sized_saved_and_guarded(name: str) -> None
         made.learn(0)
         wanted = bytes_of(made.optimizer.state_dict())
         resident = made.optimizer.state_dict()
-    if "Lion" not in name:  # its twin does not know min_8bit_size, which bitsandbytes keeps elsewhere
-        assert handle.host_bytes <= reserved, "what the first step bore does not fit into what registration set aside"
+    # its twin does not know min_8bit_size, which bitsandbytes keeps elsewhere
+    if "Lion" not in name:
+        assert handle.host_bytes <= reserved, (
+            "what the first step bore does not fit into what registration set aside"
+        )
     assert_nothing_resident(manager)
     assert bytes_of(made.optimizer.state_dict()) == bytes_of(resident) == wanted
     with pytest.raises(NotResidentError, match="restore"):
@@ -227,9 +294,19 @@ def test_paged_optimizers_are_refused() -> None:
     import bitsandbytes as bnb
 
     model = nn.Linear(4, 4)
-    with pytest.raises(RegistrationError, match=r"PagedAdamW8bit.*managed memory.*not paged: placement offloads it"):
-        OptimizerAdapter(bnb.optim.PagedAdamW8bit(model.parameters()), name="adam", compute_device=CPU)
-    assert OptimizerAdapter(bnb.optim.AdamW8bit(model.parameters()), name="adam", compute_device=CPU).external is None
+    with pytest.raises(
+        RegistrationError,
+        match=r"PagedAdamW8bit.*managed memory.*not paged: placement offloads it",
+    ):
+        OptimizerAdapter(
+            bnb.optim.PagedAdamW8bit(model.parameters()), name="adam", compute_device=CPU
+        )
+    assert (
+        OptimizerAdapter(
+            bnb.optim.AdamW8bit(model.parameters()), name="adam", compute_device=CPU
+        ).external
+        is None
+    )
 
 
 def test_an_optimizer_of_torchao_that_steps_on_the_cpu_is_external() -> None:

@@ -27,7 +27,8 @@ def refused(target: Any, message: str) -> None:
 
 
 def test_memory_that_something_else_owns_is_taken_over_without_writing_there() -> None:
-    """The object gets a place of its own; whoever owns the memory keeps it with the values of then."""
+    """The object gets a place of its own; whoever owns the memory keeps it with the values of
+    then."""
     numpy = pytest.importorskip("numpy")
     memory = numpy.arange(16, dtype=numpy.float32).reshape(4, 4)
     kept = memory.copy()
@@ -49,14 +50,26 @@ def test_memory_that_something_else_owns_is_taken_over_without_writing_there() -
     assert memory.tobytes() == kept.tobytes()
 
 
-def test_modules_that_accelerate_moves_are_refused_and_those_that_it_leaves_in_place_are_not() -> None:
+def test_modules_that_accelerate_moves_are_refused_and_those_that_it_leaves_in_place_are_not() -> (
+    None
+):
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed here")
     moved = nn.Sequential(nn.Linear(2, 2))
     hooks.add_hook_to_module(moved[0], hooks.AlignDevicesHook(execution_device=CPU, offload=True))
-    refused(moved, r"\(submodule '0'\): a module that accelerate moves at every forward \(AlignDevicesHook\).*without device_map")
-    # What from_pretrained(device_map={"": 0}) leaves on a quantised model: inputs are moved, weights are not.
+    refused(
+        moved,
+        r"\(submodule '0'\): a module that accelerate moves "
+        r"at "
+        r"every "
+        r"forward "
+        r"\(AlignDevicesHook\).*without device_map",
+    )
+    # What from_pretrained(device_map={"": 0}) leaves on a quantised model: inputs are moved,
+    # weights are not.
     inputs = nn.Sequential(nn.Linear(64, 64))
-    hooks.add_hook_to_module(inputs[0], hooks.AlignDevicesHook(execution_device=CPU, io_same_device=True))
+    hooks.add_hook_to_module(
+        inputs[0], hooks.AlignDevicesHook(execution_device=CPU, io_same_device=True)
+    )
     hooks.add_hook_to_module(inputs[0], hooks.AlignDevicesHook(execution_device=CPU), append=True)
     manager = make_manager()
     manager.register("actor", inputs, role="actor")
@@ -88,9 +101,12 @@ def test_an_optimizer_that_accelerate_wraps_is_guarded_and_moved() -> None:
 def test_collectives_in_cuda_graphs_are_warned_of_once_where_nccl_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no NCCL on a CPU: what torch says of its process group is put in its place, the rest is as it runs."""
+    """There is no NCCL on a CPU: what torch says of its process group is put in its place, the rest
+    is as it runs."""
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         make_manager().register("actor", net())
         assert "NCCL" not in caplog.text

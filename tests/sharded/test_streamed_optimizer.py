@@ -1,4 +1,5 @@
-"""Steps that stream their state, of sharded parameters: steps with everything offloaded between any two phases."""
+"""Steps that stream their state, of sharded parameters: steps with everything offloaded between any
+two phases."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import placement
@@ -23,11 +31,15 @@ from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.support.ranks import Ranks, on_ranks
 
-STREAMED = functools.partial(training.compare, policy=Colocated("streamed"), streamed_bucket_bytes=2 * training.CHUNK_BYTES)
+STREAMED = functools.partial(
+    training.compare, policy=Colocated("streamed"), streamed_bucket_bytes=2 * training.CHUNK_BYTES
+)
 PROGRAMS = {
     "uneven, tied, adapters, foreach": worker.plain_fsdp2,
     "two dimensions, fused": worker.hybrid_fsdp2,
-    "tensor parallel, two groups": functools.partial(worker.tensor_parallel_program, "Adam", amsgrad=True),
+    "tensor parallel, two groups": functools.partial(
+        worker.tensor_parallel_program, "Adam", amsgrad=True
+    ),
 }
 
 
@@ -39,7 +51,8 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 
 
 def wide_program(kind: str) -> training.Program:
-    """Layers of which each rank's shard has moments of several chunks: sharded unevenly, or along either dimension."""
+    """Layers of which each rank's shard has moments of several chunks: sharded unevenly, or along
+    either dimension."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     width = 301 if kind == "fsdp2" else 300  # tensor parallelism divides evenly
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
@@ -50,24 +63,35 @@ def wide_program(kind: str) -> training.Program:
     else:
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fsdp2", amsgrad=True)
-    return training.Program(model, optimizer, functools.partial(_loss, model), phases=(("train", "backward"), ("train", "learn")))
+    return training.Program(
+        model,
+        optimizer,
+        functools.partial(_loss, model),
+        phases=(("train", "backward"), ("train", "learn")),
+    )
 
 
 def _loss(model: nn.Module, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number))).square().mean()
+    loss: torch.Tensor = (
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number))).square().mean()
+    )
     return loss
 
 
 @on_ranks("two_ranks")
 def test_parts_of_other_elements_are_not_sliced_together() -> None:
-    """As many elements of a square weight, but others: along another dimension, of another mesh, or summands of a gradient."""
+    """As many elements of a square weight, but others: along another dimension, of another mesh, or
+    summands of a gradient."""
     mesh, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("one", "two"))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
     optimizer.step()
     found = [len(sliceable_state(optimizer, weight))]
-    for strange in (distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)]), distribute_tensor(torch.ones(8, 8), other, [Shard(0)])):
+    for strange in (
+        distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)]),
+        distribute_tensor(torch.ones(8, 8), other, [Shard(0)]),
+    ):
         kept, optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"], strange
         found.append(len(sliceable_state(optimizer, weight)))
         optimizer.state[weight]["exp_avg"] = kept
@@ -75,12 +99,21 @@ def test_parts_of_other_elements_are_not_sliced_together() -> None:
     assert [*found, len(sliceable_state(optimizer, weight))] == [2, 0, 0, 0]
 
 
-def streamed_and_plain(values: torch.Tensor, cut: Placement) -> tuple[Any, placement.Manager, list[Any], list[Any]]:
-    """Mesh, manager, two nets of one parameter and their optimizers, of which the first streams its steps."""
+def streamed_and_plain(
+    values: torch.Tensor, cut: Placement
+) -> tuple[Any, placement.Manager, list[Any], list[Any]]:
+    """Mesh, manager, two nets of one parameter and their optimizers, of which the first streams its
+    steps."""
     mesh = init_device_mesh("cpu", (2,))
-    nets = [nn.ParameterList([nn.Parameter(distribute_tensor(values.clone(), mesh, [cut]))]) for _ in range(2)]
+    nets = [
+        nn.ParameterList([nn.Parameter(distribute_tensor(values.clone(), mesh, [cut]))])
+        for _ in range(2)
+    ]
     optimizers = [torch.optim.AdamW(net.parameters(), foreach=True) for net in nets]
-    manager = placement.Manager(device=SimulatedDevice(1 << 22, chunk_bytes=training.CHUNK_BYTES), policy=Colocated("streamed"))
+    manager = placement.Manager(
+        device=SimulatedDevice(1 << 22, chunk_bytes=training.CHUNK_BYTES),
+        policy=Colocated("streamed"),
+    )
     manager.register("actor", nets[0], role="actor")
     manager.register("adam", optimizers[0])
     return mesh, manager, nets, optimizers
@@ -94,11 +127,14 @@ def assert_ends_alike(manager: placement.Manager, nets: list[Any]) -> None:
 
 @on_ranks("two_ranks")
 def test_gradients_that_the_step_would_reduce_are_refused() -> None:
-    """Each rank cuts buckets by its own bytes, so the collectives of one would meet others of the other rank."""
+    """Each rank cuts buckets by its own bytes, so the collectives of one would meet others of the
+    other rank."""
     mesh, manager, nets, optimizers = streamed_and_plain(torch.ones(64), Replicate())
     with manager.phase("train"):
         for net in nets:
-            net[0].grad = DTensor.from_local(torch.full((64,), 1.0 + dist.get_rank()), mesh, [Partial()])
+            net[0].grad = DTensor.from_local(
+                torch.full((64,), 1.0 + dist.get_rank()), mesh, [Partial()]
+            )
         with pytest.raises(placement.PhaseError, match="redistribute them before the step"):
             optimizers[0].step()
         nets[0][0].grad = nets[0][0].grad.redistribute(placements=nets[0][0].placements)
@@ -114,7 +150,9 @@ def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank() -> None:
     for step in range(2):
         with manager.phase("train"):
             for net, optimizer in zip(nets, optimizers, strict=True):
-                net[0].grad = DTensor.from_local(torch.arange(576.0).view(9, 64) + step, mesh, [Replicate()])
+                net[0].grad = DTensor.from_local(
+                    torch.arange(576.0).view(9, 64) + step, mesh, [Replicate()]
+                )
                 optimizer.step()
                 optimizer.zero_grad()
     assert_ends_alike(manager, nets)
@@ -133,5 +171,9 @@ def test_slices_of_sharded_parameters(kind: str) -> None:
         return found
 
     with mock.patch.object(StreamedOptimizer, "parts_of", parts_of):
-        training.compare(functools.partial(wide_program, kind), policy=Colocated("streamed"), streamed_bucket_bytes=1)
+        training.compare(
+            functools.partial(wide_program, kind),
+            policy=Colocated("streamed"),
+            streamed_bucket_bytes=1,
+        )
     assert len(parts) - parts.count(1) >= 2 * training.STEPS

@@ -1,4 +1,5 @@
-"""VeOmni: FSDP2 with experts over a mesh of their own, and its `MultiOptimizer` (the real class)."""
+"""VeOmni: FSDP2 with experts over a mesh of their own, and its `MultiOptimizer` (the real
+class)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from tests.sharded import training, veomni_worker
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import make_manager
 
-pytestmark = pytest.mark.skipif(not veomni_worker.is_installed(), reason="VeOmni is not installed here")
+pytestmark = pytest.mark.skipif(
+    not veomni_worker.is_installed(), reason="VeOmni is not installed here"
+)
 
 
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_parallel: int) -> None:
-    for outcome in two_ranks.run(training.compare, functools.partial(veomni_worker.build, expert_parallel)):
+    for outcome in two_ranks.run(
+        training.compare, functools.partial(veomni_worker.build, expert_parallel)
+    ):
         assert all(outcome.offloaded_bytes.values())
         # Two moments of each trained parameter: local experts, and half of the dense layer.
         experts = 2 * 4 * veomni_worker.WIDTH * 2 * veomni_worker.WIDTH // 2
@@ -27,8 +32,9 @@ def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_para
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 @on_ranks("two_ranks")
 def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_parallel: int) -> None:
-    """volcengine/verl#4916, offloading a `MultiOptimizer`: the draft asked the wrapper for `.state`, which it does not have; the merged
-    code looks into each optimizer and makes an empty entry for every parameter that has no state."""
+    """volcengine/verl#4916, offloading a `MultiOptimizer`: the draft asked the wrapper for
+    `.state`, which it does not have; the merged code looks into each optimizer and makes an empty
+    entry for every parameter that has no state."""
     program = veomni_worker.build(expert_parallel)
     manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
     program.register(manager)
@@ -37,10 +43,13 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     reserved = handle.host_bytes
     assert handle.owners == (manager.handles["actor"],)
     assert {name.split(".")[0] for name in handle.state_dict()} == {"param_groups"}
-    # Asking the object itself would step it: refused, and nothing of what torch prepared for that step stays.
+    # Asking the object itself would step it: refused, and nothing of what torch prepared for that
+    # step stays.
     with pytest.raises((NotResidentError, PhaseError)) as refused:
         optimizer.state_dict()
-    assert "state_dict() of handle 'actor.optimizer'" in f"{refused.value} {refused.value.__notes__}"
+    assert ("state_dict() of handle 'actor.optimizer'") in (
+        f"{refused.value} {refused.value.__notes__}"
+    )
     assert [group["lr"] for each in inner for group in each.param_groups] == [1e-2, 1e-3]
     assert not any(each.grad is not None for each in program.model.parameters())
     assert not any(each.state for each in inner)
@@ -52,7 +61,8 @@ def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_par
     assert_nothing_resident(manager)
     for shown in (optimizer.state_dict(), handle.state_dict(), held):
         assert training.bytes_of(shown) == inside
-    # The two parameters of `spare` have no gradient, so no state: looking for it must not make any (`state` is a defaultdict).
+    # The two parameters of `spare` have no gradient, so no state: looking for it must not make any
+    # (`state` is a defaultdict).
     assert [len(each.state) for each in inner] == [2, 2]
     assert handle.host_bytes <= reserved
     for call in (optimizer.step, lambda: optimizer.load_state_dict(held)):

@@ -1,14 +1,18 @@
-"""Training programs that run twice: plain, and with everything offloaded between any two phases. They must not differ in one bit.
+"""Training programs that run twice: plain, and with everything offloaded between any two phases.
+They must not differ in one bit.
 
     def build() -> Program:                      # seeded; called once for each run, on every rank
         model = fully_shard(...)
-        return Program(model, torch.optim.AdamW(model.parameters()), lambda number: model(batch(number)).square().mean())
+        return Program(model, torch.optim.AdamW(model.parameters()), lambda number:
+        model(batch(number)).square().mean())
 
-    outcomes = two_ranks.run(training.compare, build)      # build: of a module that can be imported, or functools.partial of one
+    outcomes = two_ranks.run(training.compare, build)      # build: of a module that can be
+    imported, or functools.partial of one
 
-`compare` raises AssertionError on whatever differs: losses, parameters, gradients, buffers, optimizer state (as bytes), tensor ids,
-optimizer keys and addresses, bytes left on the device between phases, audits. What it returns is for what only the test knows (it moved
-at all; it did not move because it is external).
+`compare` raises AssertionError on whatever differs: losses, parameters, gradients, buffers,
+optimizer state (as bytes), tensor ids, optimizer keys and addresses, bytes left on the device
+between phases, audits. What it returns is for what only the test knows (it moved at all; it did not
+move because it is external).
 """
 
 from __future__ import annotations
@@ -35,23 +39,32 @@ from tests.support.seeds import seed
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
 STEPS = 20 if os.environ.get("SWEEP") == "all" else 3
-"""Enough for the first step, in which state is born, and for two synchronisations of weights with a step in between."""
+"""Enough for the first step, in which state is born, and for two synchronisations of weights with a
+step in between."""
 SYNC_EVERY = 2
 """Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
 
 
 @dataclass
 class Program:
-    """A model, what steps it, and its loss. A subclass may override every method; `phases` is what a step consists of."""
+    """A model, what steps it, and its loss. A subclass may override every method; `phases` is what
+    a step consists of."""
 
     model: torch.nn.Module
     optimizer: Any
     loss: Callable[[int], torch.Tensor]
     """Forward and loss of one batch, by its number, with this rank's data."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further objects to register, by name, after model and optimizer (keywords of `register` as a pair: (object, {...}))."""
-    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
-    """Phase and method, in the order of a step. By default gradients of the first backward pass cross a phase transition."""
+    """Further objects to register, by name, after model and optimizer (keywords of `register` as a
+    pair: (object, {...}))."""
+    phases: Sequence[tuple[str, str]] = (
+        ("log_prob", "evaluate"),
+        ("weight_sync", "evaluate"),
+        ("train", "backward"),
+        ("train", "learn"),
+    )
+    """Phase and method, in the order of a step. By default gradients of the first backward pass
+    cross a phase transition."""
     has_masters: bool = False
     """Whether the model is registered as the cast of the optimizer's masters."""
 
@@ -85,14 +98,17 @@ class Program:
     # --- placement
 
     def register(self, manager: Manager) -> None:
-        manager.register("actor", self.model, role="actor", masters=self.optimizer if self.has_masters else None)
+        manager.register(
+            "actor", self.model, role="actor", masters=self.optimizer if self.has_masters else None
+        )
         manager.register("actor.optimizer", self.optimizer)
         for name, item in self.more.items():
             target, keywords = item if isinstance(item, tuple) else (item, {})
             manager.register(name, target, **keywords)
 
     def reshard(self) -> None:
-        """Bring the parameters into the form that they have between phases, as the framework does it."""
+        """Bring the parameters into the form that they have between phases, as the framework does
+        it."""
         for module in self.model.modules():
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
                 module.reshard()
@@ -121,17 +137,24 @@ class Program:
                         yield f"optimizer.{number}.{index}.{key}", value
 
     def away(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What has to be off the device between phases, by name: all values but counters, which torch keeps on the CPU."""
+        """What has to be off the device between phases, by name: all values but counters, which
+        torch keeps on the CPU."""
         return ((name, tensor) for name, tensor in self.values() if tensor.dim())
 
 
 @dataclass
 class Wrapped(Program):
-    """A model under a wrapper with `no_sync()`, DistributedDataParallel or FSDP1, and what may be done with its gradients."""
+    """A model under a wrapper with `no_sync()`, DistributedDataParallel or FSDP1, and what may be
+    done with its gradients."""
 
-    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
+    phases: Sequence[tuple[str, str]] = (
+        ("log_prob", "evaluate"),
+        ("train", "backward"),
+        ("train", "learn"),
+    )
     accumulates: bool = False
-    """The first backward pass of a step is not reduced: whole gradients of this rank's data cross a phase transition."""
+    """The first backward pass of a step is not reduced: whole gradients of this rank's data cross a
+    phase transition."""
 
     def backward(self, step: int) -> torch.Tensor:
         with self.model.no_sync() if self.accumulates else nullcontext():
@@ -146,13 +169,18 @@ class Wrapped(Program):
         return loss.detach()
 
     def set_aside(self, step: int) -> torch.Tensor:
-        """A backward pass that is not reduced: FSDP1 puts the shard of what was reduced before aside."""
+        """A backward pass that is not reduced: FSDP1 puts the shard of what was reduced before
+        aside."""
         with self.model.no_sync():
             return super().backward(step)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         leaves = any(method == "learn_anew" for _, method in self.phases)
-        return ((name, tensor) for name, tensor in super().values() if not (leaves and name.endswith(".grad")))
+        return (
+            (name, tensor)
+            for name, tensor in super().values()
+            if not (leaves and name.endswith(".grad"))
+        )
 
 
 @dataclass(frozen=True)
@@ -169,11 +197,16 @@ class Outcome:
 
 def here(device: str) -> torch.device:
     """Where this rank computes: "cpu", or "cuda" for its GPU."""
-    return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return (
+        torch.device("cpu")
+        if device == "cpu"
+        else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 def device_of(name: str) -> Device:
-    """This rank's, with chunks of which every shard fills several: "cpu" for a simulated one, "cuda" for its GPU."""
+    """This rank's, with chunks of which every shard fills several: "cpu" for a simulated one,
+    "cuda" for its GPU."""
     if name == "cpu":
         return SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES)
     return CudaDevice(torch.cuda.current_device(), chunk_bytes=2 << 20)
@@ -192,8 +225,8 @@ def compare(
     Args:
         build: called twice, each time from the same random state.
         device: of the manager, as `device_of` says.
-        within: makes the context in which the program is built and computes; placement is outside of it.
-        manager: keywords of `Manager` besides the device (a policy, a setting).
+        within: makes the context in which the program is built and computes; placement is outside
+        of it. manager: keywords of `Manager` besides the device (a policy, a setting).
 
     Raises:
         AssertionError: what differs.
@@ -207,7 +240,8 @@ def compare(
     ids = {name: id(tensor) for name, tensor in program.tensors()}
     program.register(managed)
     addresses = {name: _addresses(tensor) for name, tensor in program.tensors()}
-    assert_nothing_resident(managed, allow_foreign=True)  # what frameworks keep has tests of its own
+    # what frameworks keep has tests of its own
+    assert_nothing_resident(managed, allow_foreign=True)
     seen: list[bytes] = []
     shown: list[float] = []
     peaks = dict.fromkeys(managed.handles, 0)
@@ -221,26 +255,42 @@ def compare(
                 seen.append(as_bytes(loss))
                 shown.append(float(loss))
                 peaks = {
-                    name: max(peaks[name], handle.resident_bytes - handle.prefetched_bytes) for name, handle in managed.handles.items()
+                    name: max(peaks[name], handle.resident_bytes - handle.prefetched_bytes)
+                    for name, handle in managed.handles.items()
                 }
-            assert_nothing_resident(managed, allow_foreign=True)  # what frameworks keep has tests of its own
+            # what frameworks keep has tests of its own
+            assert_nothing_resident(managed, allow_foreign=True)
             assert_off(managed)
             assert_away(managed, program)
-            assert seen[-1] == losses[len(seen) - 1], f"step {step}, {phase}, {method}: loss {float(loss)} differs from the plain run's"
+            assert seen[-1] == losses[len(seen) - 1], (
+                f"step {step}, {phase}, {method}: loss {float(loss)} differs from the plain run's"
+            )
             now = dict(program.tensors())
-            assert {name: id(tensor) for name, tensor in now.items()} == ids, f"tensors were replaced in {phase} of step {step}"
-            assert {name: _addresses(tensor) for name, tensor in now.items()} == addresses, f"addresses changed in {phase} of step {step}"
+            assert {name: id(tensor) for name, tensor in now.items()} == ids, (
+                f"tensors were replaced in {phase} of step {step}"
+            )
+            assert {name: _addresses(tensor) for name, tensor in now.items()} == addresses, (
+                f"addresses changed in {phase} of step {step}"
+            )
         keys.append({id(key) for optimizer in program.optimizers() for key in optimizer.state})
     assert all(each == keys[0] for each in keys), "an optimizer's keys changed"
     managed.check_integrity()
-    moved = {name: (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) for name, handle in managed.handles.items()}
+    moved = {
+        name: (handle.counters.offloaded_bytes, handle.counters.skipped_bytes)
+        for name, handle in managed.handles.items()
+    }
     with managed.phase("restore"):
         program.reshard()
         assert_same(digest(program), values, "on the device")
     managed.close()
     assert_same(digest(program), values, "after close()")
     assert managed.device.memory().chunk_bytes == 0
-    return Outcome(tuple(shown), peaks, {name: each[0] for name, each in moved.items()}, {name: each[1] for name, each in moved.items()})
+    return Outcome(
+        tuple(shown),
+        peaks,
+        {name: each[0] for name, each in moved.items()},
+        {name: each[1] for name, each in moved.items()},
+    )
 
 
 def compare_dropping(build: Callable[..., Program]) -> Outcome:
@@ -250,13 +300,23 @@ def compare_dropping(build: Callable[..., Program]) -> Outcome:
 
 
 def compare_zeroing(build: Callable[..., Program]) -> Outcome:
-    """Gradients are zeroed in place while they are offloaded; nobody zeroes their padding, nor the rest of their buckets."""
-    return compare(functools.partial(build, phases=(("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))))
+    """Gradients are zeroed in place while they are offloaded; nobody zeroes their padding, nor the
+    rest of their buckets."""
+    return compare(
+        functools.partial(
+            build, phases=(("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))
+        )
+    )
 
 
 def compare_setting_aside(build: Callable[..., Program]) -> Outcome:
-    """Gradients that are reduced and, beside them, gradients that are not cross a phase transition."""
-    return compare(functools.partial(build, phases=(("train", "backward"), ("train", "set_aside"), ("train", "learn"))))
+    """Gradients that are reduced and, beside them, gradients that are not cross a phase
+    transition."""
+    return compare(
+        functools.partial(
+            build, phases=(("train", "backward"), ("train", "set_aside"), ("train", "learn"))
+        )
+    )
 
 
 def managed(program: Program, **keywords: Any) -> Manager:
@@ -268,25 +328,36 @@ def managed(program: Program, **keywords: Any) -> Manager:
 def digest(program: Program) -> dict[str, str]:
     """A hash of the bytes of each value, by name; of a sharded one those of this rank."""
     return {
-        f"{name}{path}": hashlib.sha1(as_bytes(part)).hexdigest() for name, tensor in program.values() for path, part in local_parts(tensor)
+        f"{name}{path}": hashlib.sha1(as_bytes(part)).hexdigest()
+        for name, tensor in program.values()
+        for path, part in local_parts(tensor)
     }
 
 
 def assert_off(manager: Manager) -> None:
     """Assert that what is offloaded can be seen to be: its ranges read nothing but poison."""
     for name, handle in manager.handles.items():
-        for r in handle.holding.ranges if handle.holding is not None and handle.resident_bytes == 0 else ():
+        for r in (
+            handle.holding.ranges
+            if handle.holding is not None and handle.resident_bytes == 0
+            else ()
+        ):
             view = manager.device.view(r.layout.addresses, 0, r.nbytes)
-            assert reads_poison(view), f"{name} is offloaded, and something other than poison lies behind its addresses"
+            assert reads_poison(view), (
+                f"{name} is offloaded, and something other than poison lies behind its addresses"
+            )
 
 
 def assert_away(manager: Manager, program: Program) -> None:
-    """Assert that none of the program's values was left behind: where everything is offloaded, all of them read poison."""
+    """Assert that none of the program's values was left behind: where everything is offloaded, all
+    of them read poison."""
     if any(handle.external or handle.resident_bytes for handle in manager.handles.values()):
         return
     for name, tensor in program.away():
         for path, part in local_parts(tensor):
-            assert as_bytes(part) == as_bytes(poison_like(part)), f"{name}{path} was left on the device"
+            assert as_bytes(part) == as_bytes(poison_like(part)), (
+                f"{name}{path} was left on the device"
+            )
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -294,13 +365,18 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def bytes_of(tree: Any, path: str = "") -> dict[str, Any]:
-    """Every tensor inside dicts and lists as the bytes that this rank has of it, and everything else as it is, by path."""
+    """Every tensor inside dicts and lists as the bytes that this rank has of it, and everything
+    else as it is, by path."""
     if isinstance(tree, torch.Tensor):
         return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(tree)}
     if not isinstance(tree, (Mapping, list, tuple)):
         return {path: tree}
     children = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    return {name: leaf for key, child in children for name, leaf in bytes_of(child, f"{path}.{key}" if path else str(key)).items()}
+    return {
+        name: leaf
+        for key, child in children
+        for name, leaf in bytes_of(child, f"{path}.{key}" if path else str(key)).items()
+    }
 
 
 def local_parts(tensor: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,7 +401,9 @@ def _run_plain(build: Callable[[], Program], steps: int) -> tuple[list[bytes], d
         for _, method in program.phases_of(step):
             seed(1 + step)
             losses.append(as_bytes(getattr(program, method)(step)))
-    assert len(set(losses)) > steps // 2, "the program learns nothing, so nothing could be seen to go wrong"
+    assert len(set(losses)) > steps // 2, (
+        "the program learns nothing, so nothing could be seen to go wrong"
+    )
     program.reshard()
     return losses, digest(program)
 

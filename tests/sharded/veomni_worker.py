@@ -1,7 +1,8 @@
-"""VeOmni's shape of expert parallelism: experts and the rest sharded by FSDP2 over two meshes, each stepped by an optimizer of its own.
+"""VeOmni's shape of expert parallelism: experts and the rest sharded by FSDP2 over two meshes, each
+stepped by an optimizer of its own.
 
-The optimizer that holds both is VeOmni's own class. Its package needs more than is installed here, so only the parts are imported
-that the class itself needs.
+The optimizer that holds both is VeOmni's own class. Its package needs more than is installed here,
+so only the parts are imported that the class itself needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ WIDTH, EXPERTS = 12, 4
 
 
 def is_installed(package: str = "veomni") -> bool:
-    """Whether a package is there, without importing it, and also where another test put a stub in its place."""
+    """Whether a package is there, without importing it, and also where another test put a stub in
+    its place."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +37,8 @@ def is_installed(package: str = "veomni") -> bool:
 
 
 def veomni(module: str) -> Any:
-    """A module of VeOmni, without running the `__init__` of its packages, which need more than is installed."""
+    """A module of VeOmni, without running the `__init__` of its packages, which need more than is
+    installed."""
     root = importlib.metadata.distribution("veomni").locate_file("veomni")
     for name in ("", "distributed", "optim", "utils"):
         if (full := f"veomni.{name}".rstrip(".")) not in sys.modules:
@@ -59,7 +62,8 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """A dense layer, experts, and a part that no batch reaches: its parameters never get a gradient."""
+    """A dense layer, experts, and a part that no batch reaches: its parameters never get a
+    gradient."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -75,7 +79,9 @@ class Model(nn.Module):
 @functools.cache
 def _meshes(expert_parallel: int, device: str) -> tuple[DeviceMesh, DeviceMesh]:
     world = dist.get_world_size()
-    experts = init_device_mesh(device, (expert_parallel, world // expert_parallel), mesh_dim_names=("ep", "ep_fsdp"))
+    experts = init_device_mesh(
+        device, (expert_parallel, world // expert_parallel), mesh_dim_names=("ep", "ep_fsdp")
+    )
     return init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), experts["ep_fsdp"]
 
 
@@ -85,14 +91,18 @@ class Program(training.Program):
 
 
 def build(expert_parallel: int, device: str = "cpu") -> Program:
-    """Experts cut by expert parallelism on dimension 0 and then sharded on dimension 1, the rest on dimension 0 of another mesh."""
+    """Experts cut by expert parallelism on dimension 0 and then sharded on dimension 1, the rest on
+    dimension 0 of another mesh."""
     everyone, among_experts = _meshes(expert_parallel, device)
     model = Model(EXPERTS // expert_parallel).to(training.here(device))
     fully_shard(model.experts, mesh=among_experts, shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=everyone)
     experts = list(model.experts.parameters())
     rest = [each for name, each in model.named_parameters() if not name.startswith("experts.")]
-    inner = {"ep": torch.optim.AdamW(experts, lr=1e-2), "non_extra_parallel": torch.optim.AdamW(rest, lr=1e-3)}
+    inner = {
+        "ep": torch.optim.AdamW(experts, lr=1e-2),
+        "non_extra_parallel": torch.optim.AdamW(rest, lr=1e-3),
+    }
     return Program(
         model,
         veomni("optim.optimizer").MultiOptimizer(model, inner, list(inner)),
@@ -101,4 +111,6 @@ def build(expert_parallel: int, device: str = "cpu") -> Program:
 
 
 def batch(number: int, device: str) -> torch.Tensor:
-    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * dist.get_rank() + number)).to(training.here(device))
+    return torch.randn(
+        6, WIDTH, generator=torch.Generator().manual_seed(100 * dist.get_rank() + number)
+    ).to(training.here(device))

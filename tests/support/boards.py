@@ -47,7 +47,8 @@ STEPS = (
 
 
 class FailingBoard(ForwardingBoard):
-    """A board whose process is killed, stopped or fails where it passes a step, once `arm` was called.
+    """A board whose process is killed, stopped or fails where it passes a step, once `arm` was
+    called.
 
     Attributes:
         has_happened: whether it has come to the step.
@@ -59,7 +60,8 @@ class FailingBoard(ForwardingBoard):
         self.has_happened = False
 
     def arm(self, step: str, action: str) -> None:
-        """Act at the next passage. `action`: kill (SIGKILL), stop (SIGSTOP), or raise (RuntimeError)."""
+        """Act at the next passage. `action`: kill (SIGKILL), stop (SIGSTOP), or raise
+        (RuntimeError)."""
         self._step, self._action = step, action
 
     def put(self, key: str, value: bytes) -> None:

@@ -1,4 +1,5 @@
-"""Every causal language model of transformers, tiny: one way to shrink any configuration, and what that does not fit."""
+"""Every causal language model of transformers, tiny: one way to shrink any configuration, and what
+that does not fit."""
 
 from __future__ import annotations
 
@@ -9,31 +10,40 @@ import torch
 
 _SIZES = {
     r".*layers|n_layer|depth|num_blocks": 2,
-    r".*(experts_per_tok|shared_experts|moe_top_?k|moe_k).*|topk_group|n_groups?|mamba_n_?groups|num_expert_group": 1,
+    r".*(experts_per_tok|shared_experts|moe_top_?k|moe_k).*|topk_group|n_groups?|mamba_n_?groups|num_expert_group": 1,  # noqa: E501
     r".*experts|zero_expert_num": 4,
     r".*heads|n_head": 2,
     r".*head_dim|d_kv|dim_head|kv_channels|mamba_(d_head|headdim)|rotary_dim": 16,
-    r"(.*_)?hidden_size|d_model|n_embd|(embedding|embed|emb)_(size|dim)|word_embed_proj_dim|lru_width": 32,
+    r"(.*_)?hidden_size|d_model|n_embd|(embedding|embed|emb)_(size|dim)|word_embed_proj_dim|lru_width": 32,  # noqa: E501
     r".*intermediate_size.*|.*ffn.*_(dim|size)|d_ff|dim_ff|dff": 32,
     r"(.*_)?vocab_size.*": 256,
     r".*rank": 8,
-    r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_source_positions": 64,
+    r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_source_positions": 64,  # noqa: E501
     r".*window_size|.*sliding_window.*|.*chunk_size|block_size|local_attention.*": 4,
 }
 """Names of attributes, and the largest value that each keeps; the first that matches counts."""
-_ALSO_WHERE_NONE = re.compile("head_dim|num_key_value_heads|n_routed_experts|num_experts_per_tok|n_group|topk_group")
+_ALSO_WHERE_NONE = re.compile(
+    "head_dim|num_key_value_heads|n_routed_experts|num_experts_per_tok|n_group|topk_group"
+)
 """What some configurations leave open, and their models need."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
-_LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_LONG = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 _INDEXER = {"head_dim": 16, "n_heads": 2, "kv_heads": 1, "budget": 4, "compress_ratio": 2}
 _HYBRID = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _ATTENTION = {"attention_hidden_size": 64, "attention_head_dim": 32}
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1]},
     "codegen": {"n_embd": 64, "n_head": 4},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 32},
@@ -51,7 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
     "zamba": _HYBRID | _ATTENTION,
     "zamba2": _ATTENTION | {"mamba_headdim": 32},
 }
-"""By model type: what a model needs beside small numbers. Phi3's rotary frequencies change with the length of a sequence."""
+"""By model type: what a model needs beside small numbers. Phi3's rotary frequencies change with the
+length of a sequence."""
 
 LEFT_OUT: dict[str, str] = {
     "blt": "its hash embeddings have three million rows, whatever the vocabulary",
@@ -75,7 +86,8 @@ def model_types() -> list[str]:
 
 
 def build(model_type: str) -> torch.nn.Module:
-    """A model with one to four layers, of each kind that its configuration has, and random values."""
+    """A model with one to four layers, of each kind that its configuration has, and random
+    values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type)
@@ -100,9 +112,17 @@ def _small(config: Any) -> dict[str, Any]:
             elif name.endswith("_token_id") and value >= 256:
                 found[name] = 3
     number = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
-    by_layer = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == number > 1}
+    by_layer = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == number > 1
+    }
     if by_layer:
-        kinds = {(name, str(kind)): at for name, value in by_layer.items() for at, kind in reversed(list(enumerate(value)))}
+        kinds = {
+            (name, str(kind)): at
+            for name, value in by_layer.items()
+            for at, kind in reversed(list(enumerate(value)))
+        }
         kept = sorted({0, 1, *kinds.values()})[:4]
         found |= {name: [value[at] for at in kept] for name, value in by_layer.items()}
         found |= {name: len(kept) for name in _LAYERS if name in values}

@@ -50,7 +50,8 @@ def _give_up_early(manager: Manager, names: Iterable[str]) -> None:
 
 
 def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
-    """Have the host copies of handles leave now. They stay away until somebody needs them or the next phase transition is over."""
+    """Have the host copies of handles leave now. They stay away until somebody needs them or the
+    next phase transition is over."""
     gc.collect()  # state dicts, which keep host copies in host memory
     settle(manager)
     tier_of(manager)._keeper.pause()

@@ -1,7 +1,7 @@
 """How long each test file takes.
 
-`make durations` runs every test with `--record-durations`, which writes `tests/durations.json`; `tests/support/order.py` reads it. A run
-of some files replaces those files' entries alone.
+`make durations` runs every test with `--record-durations`, which writes `tests/durations.json`;
+`tests/support/order.py` reads it. A run of some files replaces those files' entries alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def recorded() -> dict[str, float]:
 
 
 def file_of(nodeid: str) -> str:
-    """The file in which a test was found: its location may be in the base class of a framework, elsewhere."""
+    """The file in which a test was found: its location may be in the base class of a framework,
+    elsewhere."""
     return nodeid.partition("::")[0]
 
 
@@ -37,5 +38,11 @@ class Recorder:
         self._taken[file_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        known = {name: seconds for name, seconds in (recorded() | self._taken).items() if (ROOT / name).exists()}
-        RECORDED.write_text(json.dumps({name: round(known[name], 1) for name in sorted(known)}, indent=2) + "\n")
+        known = {
+            name: seconds
+            for name, seconds in (recorded() | self._taken).items()
+            if (ROOT / name).exists()
+        }
+        RECORDED.write_text(
+            json.dumps({name: round(known[name], 1) for name in sorted(known)}, indent=2) + "\n"
+        )

@@ -1,4 +1,5 @@
-"""A policy that has handles on the device early, as a test says, and a wait for the copies of what is early."""
+"""A policy that has handles on the device early, as a test says, and a wait for the copies of what
+is early."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.support.threads import until
 
 
 class Early(Colocated):
-    """Colocated, and in each phase it prefetches what the test says, of the handles that there are."""
+    """Colocated, and in each phase it prefetches what the test says, of the handles that there
+    are."""
 
     name = "early"
 
@@ -27,7 +29,8 @@ class Early(Colocated):
 
 
 class Foresight(Colocated):
-    """Colocated, and whatever is off the device arrives early, as far as there is room; where a test says so also outside every phase."""
+    """Colocated, and whatever is off the device arrives early, as far as there is room; where a
+    test says so also outside every phase."""
 
     name = "foresight"
 
@@ -39,10 +42,16 @@ class Foresight(Colocated):
         plan = super().plan(view)
         if view.phase == "idle" and not self.in_idle:
             return plan
-        away = {h.name: h.num_bytes for h in view.handles.values() if h.can_prefetch and plan[h.name] is State.CPU_OFFLOADED}
+        away = {
+            h.name: h.num_bytes
+            for h in view.handles.values()
+            if h.can_prefetch and plan[h.name] is State.CPU_OFFLOADED
+        }
         return replace(plan, prefetch=away)
 
 
 def wait_for_copies(manager: placement.Manager) -> None:
-    for holding in [handle.holding for handle in manager.handles.values() if handle.holding is not None]:
+    for holding in [
+        handle.holding for handle in manager.handles.values() if handle.holding is not None
+    ]:
         until(lambda holding=holding: not any(r.pages.unfilled() for r in holding.ranges))  # type: ignore[misc]

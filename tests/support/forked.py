@@ -1,7 +1,8 @@
-"""Processes for tests, forked from one that has imported what they need: torch alone costs a fresh interpreter two seconds.
+"""Processes for tests, forked from one that has imported what they need: torch alone costs a fresh
+interpreter two seconds.
 
-Not for what needs a GPU, nor for a test about a process's own beginning or end. A process gets the environment with which the first
-one was started.
+Not for what needs a GPU, nor for a test about a process's own beginning or end. A process gets the
+environment with which the first one was started.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ processes.set_forkserver_preload([*_IMPORTED])
 
 
 def import_before(*modules: str) -> None:
-    """What the next tests import besides, each of their processes: once instead, where no process has been forked yet."""
-    processes.set_forkserver_preload([*modules, *_IMPORTED])  # before those, which freeze what there is for the collector
+    """What the next tests import besides, each of their processes: once instead, where no process
+    has been forked yet."""
+    # before those, which freeze what there is for the collector
+    processes.set_forkserver_preload([*modules, *_IMPORTED])
 
 
 def exit_code(body: Callable[[], int]) -> int:
-    """Run a function in a child that is forked from here. Returns its exit code, or minus the signal that killed it."""
+    """Run a function in a child that is forked from here. Returns its exit code, or minus the
+    signal that killed it."""
     pid = os.fork()
     if pid == 0:
         code = 99

@@ -1,4 +1,5 @@
-"""Frameworks that a test needs, imported where it runs: every process that runs tests loads every test file, and few of them run it."""
+"""Frameworks that a test needs, imported where it runs: every process that runs tests loads every
+test file, and few of them run it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Later:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest asks everything in a test file whether it is a fixture
+        # pytest asks everything in a test file whether it is a fixture
+        if attribute.startswith("_"):
             raise AttributeError(attribute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -25,7 +27,8 @@ class Later:
 
 
 def needs(name: str) -> Any:
-    """For the head of a test file: the module, to be imported later; skips the file where its package is not installed."""
+    """For the head of a test file: the module, to be imported later; skips the file where its
+    package is not installed."""
     package = ".".join(name.split(".")[:2])  # to look for a module imports the packages around it
     try:
         is_there = importlib.util.find_spec(package) is not None

@@ -1,8 +1,10 @@
-"""A device on which kernels run as late as they may, as far as memory goes: it is an error to take memory away from under one of them.
+"""A device on which kernels run as late as they may, as far as memory goes: it is an error to take
+memory away from under one of them.
 
-On a GPU a torch operation returns before its kernel has run. A transition that takes memory away, or copies over it, has to wait before.
-The simulated device runs every operation at once, and so hides a wait that is missing. This one notes each operation that reads or writes
-memory of the device, until something is done for which a GPU waits.
+On a GPU a torch operation returns before its kernel has run. A transition that takes memory away,
+or copies over it, has to wait before. The simulated device runs every operation at once, and so
+hides a wait that is missing. This one notes each operation that reads or writes memory of the
+device, until something is done for which a GPU waits.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from tests.support.late_device import LateDevice
 
 _WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 """Operations whose answer the host needs."""
-_TOUCHES_NOTHING = ("aten::set_", "aten::resize_", "aten::empty_like", "aten::_has_compatible_shallow_copy_type")
+_TOUCHES_NOTHING = (
+    "aten::set_",
+    "aten::resize_",
+    "aten::empty_like",
+    "aten::_has_compatible_shallow_copy_type",
+)
 
 
 _ALL: weakref.WeakSet[KernelDevice] = weakref.WeakSet()
@@ -40,7 +47,8 @@ class _Kernel(NamedTuple):
 
 
 class _Behind(NamedTuple):
-    """What something comes behind: of each of the two streams, the last kernel that has run before it."""
+    """What something comes behind: of each of the two streams, the last kernel that has run before
+    it."""
 
     current: int = 0
     following: int = 0
@@ -72,7 +80,8 @@ class KernelDevice(LateDevice):
         self._is_following = False
         """Whether work is enqueued inside `after` now."""
         self._num_ordered = 0
-        """The last kernel before the latest `order`. Since then neither of the two streams has waited for the other."""
+        """The last kernel before the latest `order`. Since then neither of the two streams has
+        waited for the other."""
         self._copied = _Behind()
         """What the latest copy to the host waits for."""
         self._ranges: list[SimulatedRange] = []
@@ -84,19 +93,29 @@ class KernelDevice(LateDevice):
         for tensor in tensors:
             start, end = _span(tensor)
             if any(
-                r.base + offset < end and start < r.base + offset + chunk.nbytes for r in self._ranges for offset, chunk in r.chunks.items()
+                r.base + offset < end and start < r.base + offset + chunk.nbytes
+                for r in self._ranges
+                for offset, chunk in r.chunks.items()
             ):
                 self.num_kernels += 1
-                self._kernels.append(_Kernel(self.num_kernels, start, end, name, self._is_following))
+                self._kernels.append(
+                    _Kernel(self.num_kernels, start, end, name, self._is_following)
+                )
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a host copy. A torch copy into it waits, as it does on a GPU without `non_blocking`."""
+        """Whether a tensor lies in a host copy. A torch copy into it waits, as it does on a GPU
+        without `non_blocking`."""
         start, end = _span(tensor)
-        return any(slab.nbytes and slab.address <= start and end <= slab.address + slab.nbytes for slab in self._slabs)
+        return any(
+            slab.nbytes and slab.address <= start and end <= slab.address + slab.nbytes
+            for slab in self._slabs
+        )
 
     def have_run(self, behind: _Behind | None = None) -> None:
         """The kernels that something comes behind have run; None: all."""
-        self._kernels = [] if behind is None else [each for each in self._kernels if not behind.has(each)]
+        self._kernels = (
+            [] if behind is None else [each for each in self._kernels if not behind.has(each)]
+        )
 
     def _now(self) -> _Behind:
         """What comes behind everything on the stream on which work is enqueued now."""
@@ -119,14 +138,21 @@ class KernelDevice(LateDevice):
         assert isinstance(addresses, SimulatedRange)
         for offset, chunk in addresses.chunks.items():
             if start <= offset < start + nbytes:
-                self._refuse("memory is taken away from under", addresses.base + offset, chunk.nbytes)
+                self._refuse(
+                    "memory is taken away from under", addresses.base + offset, chunk.nbytes
+                )
         super().unmap(addresses, nbytes, start)
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         if direction == "to_host":
             self._copied = self._copied.and_also(self._now())
             for each in copies:
-                self._refuse("bytes are copied before they are computed by", each.device_address, each.nbytes, self._copied)
+                self._refuse(
+                    "bytes are copied before they are computed by",
+                    each.device_address,
+                    each.nbytes,
+                    self._copied,
+                )
         else:
             for each in copies:
                 self._refuse("bytes are copied over", each.device_address, each.nbytes)
@@ -178,21 +204,30 @@ class KernelDevice(LateDevice):
 
 
 class _Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         schema = function._schema
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        is_view = any(
+            each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+        )
         if not is_view and schema.name not in _TOUCHES_NOTHING:
-            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            tensors = [
+                each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+            ]
             for device in [*_ALL]:
                 device.note(schema.name, tensors)
-                if schema.name in _WAITING or (schema.name == "aten::copy_" and device.is_on_host(tensors[0])):
+                if schema.name in _WAITING or (
+                    schema.name == "aten::copy_" and device.is_on_host(tensors[0])
+                ):
                     device.have_run()
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def kernels_noted() -> Iterator[None]:
-    """Have every `KernelDevice` note the operations of this thread, also those of placement itself, which leaves the caller's modes."""
+    """Have every `KernelDevice` note the operations of this thread, also those of placement itself,
+    which leaves the caller's modes."""
     with pytest.MonkeyPatch.context() as patch, _Operations():
         patch.setattr(call_guard, "_num_dispatch_modes", lambda: 0)
         yield
@@ -201,5 +236,7 @@ def kernels_noted() -> Iterator[None]:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel() or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

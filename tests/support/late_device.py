@@ -1,4 +1,5 @@
-"""A device whose copies happen as late as they may: when somebody waits for them. Who reads too early reads what was there before."""
+"""A device whose copies happen as late as they may: when somebody waits for them. Who reads too
+early reads what was there before."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ class _Number(Mark):
 
 
 class LateDevice(Faults):
-    """A simulated device with late copies. Taking memory away from under one of them is an error, as it is on a real device.
+    """A simulated device with late copies. Taking memory away from under one of them is an error,
+    as it is on a real device.
 
     Attributes:
         most_waiting_bytes: the most bytes that were on their way to the host at once.
-        freed_bytes: bytes on their way to host memory that was given up, although the device had failed in no wait. It is an error.
+        freed_bytes: bytes on their way to host memory that was given up, although the device had
+        failed in no wait. It is an error.
     """
 
     def __init__(self, capacity_bytes: int, *, chunk_bytes: int) -> None:
@@ -59,8 +62,14 @@ class LateDevice(Faults):
     def _forget(self, address: int, nbytes: int) -> None:
         """Host memory is freed: a copy that is on its way there must not be made any more."""
         with self._lock:
-            gone = [each for each in self._waiting["to_host"] if address <= each[1].host_address < address + nbytes]
-            self._waiting["to_host"] = [each for each in self._waiting["to_host"] if each not in gone]
+            gone = [
+                each
+                for each in self._waiting["to_host"]
+                if address <= each[1].host_address < address + nbytes
+            ]
+            self._waiting["to_host"] = [
+                each for each in self._waiting["to_host"] if each not in gone
+            ]
             self.freed_bytes += sum(each.nbytes for at, each in gone if at > self._num_failed)
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
@@ -68,7 +77,9 @@ class LateDevice(Faults):
         with self._lock:
             self._number += 1
             self._waiting[direction] += [(self._number, each) for each in copies]
-            self.most_waiting_bytes = max(self.most_waiting_bytes, sum(each.nbytes for _, each in self._waiting["to_host"]))
+            self.most_waiting_bytes = max(
+                self.most_waiting_bytes, sum(each.nbytes for _, each in self._waiting["to_host"])
+            )
 
     def mark(self, direction: Direction) -> Mark:
         return _Number(direction, self._number)
@@ -103,5 +114,7 @@ class LateDevice(Faults):
     def _make(self, direction: Direction, number: int) -> None:
         with self._lock:
             due = [each for at, each in self._waiting[direction] if at <= number]
-            self._waiting[direction] = [(at, each) for at, each in self._waiting[direction] if at > number]
+            self._waiting[direction] = [
+                (at, each) for at, each in self._waiting[direction] if at > number
+            ]
             self.device.copy(due, direction)

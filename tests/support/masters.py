@@ -1,4 +1,5 @@
-"""Weights that are the cast of float32 masters in an optimizer's state: such an optimizer, a model, and the same without placement."""
+"""Weights that are the cast of float32 masters in an optimizer's state: such an optimizer, a model,
+and the same without placement."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class MasterAdam(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1e-2})
         for parameter in self.param_groups[0]["params"]:
             master = parameter.detach().float()
-            self.state[parameter] = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master), "master": master}
+            self.state[parameter] = {
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+                "master": master,
+            }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -34,7 +39,9 @@ class MasterAdam(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad.float()
                 state["exp_avg"].lerp_(gradient, 0.1)
                 state["exp_avg_sq"].lerp_(gradient.square(), 0.1)
-                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2)
+                state["master"].addcdiv_(
+                    state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-2
+                )
                 if self.writes_weights:
                     parameter.copy_(state["master"])
 
@@ -43,13 +50,20 @@ class MasterAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Torch's own would cast the state to the weights' dtype."""
-        for parameter, state in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+        for parameter, state in zip(
+            self.param_groups[0]["params"], state_dict["state"].values(), strict=True
+        ):
             self.state[parameter] = dict(state)
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.Tanh(),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.LayerNorm(WIDTH),
+    )
     model[:3].to(dtype)
     model[3].requires_grad_(False)
     return model
@@ -61,14 +75,24 @@ def loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
 
 
 class Job:
-    """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns the same."""
+    """A model in bfloat16 beside a plain copy of it, which placement does not know and which learns
+    the same."""
 
-    def __init__(self, *, has_masters: bool = True, replicated: bool = False, dtype: torch.dtype = torch.bfloat16, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *,
+        has_masters: bool = True,
+        replicated: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        **keywords: Any,
+    ) -> None:
         self.model, self.plain = net(dtype), net(dtype)
         self.adam = MasterAdam([p for p in self.model.parameters() if p.requires_grad])
         self.plain_adam = MasterAdam([p for p in self.plain.parameters() if p.requires_grad])
         self.manager = make_manager(**keywords)
-        self.actor = self.manager.register("actor", self.model, role="actor", masters=self.adam if has_masters else None)
+        self.actor = self.manager.register(
+            "actor", self.model, role="actor", masters=self.adam if has_masters else None
+        )
         self.optimizer = self.manager.register("actor.optimizer", self.adam, replicated=replicated)
 
     @property

@@ -1,8 +1,10 @@
-"""A check at the end of every test: what its managers declare is so, and nothing lies on the device that does not belong there.
+"""A check at the end of every test: what its managers declare is so, and nothing lies on the device
+that does not belong there.
 
-The managers that a test makes are known because it makes them under `watched`. The last few of them are held to the end of the test,
-with what they registered: the locals of a test are gone by the time anybody else could look. A test file that imports gc or weakref looks
-at what is collected, so nothing of it is held, and what is still alive at the end is checked.
+The managers that a test makes are known because it makes them under `watched`. The last few of them
+are held to the end of the test, with what they registered: the locals of a test are gone by the
+time anybody else could look. A test file that imports gc or weakref looks at what is collected, so
+nothing of it is held, and what is still alive at the end is checked.
 """
 
 from __future__ import annotations
@@ -88,12 +90,22 @@ def check(manager: Manager) -> None:
         IntegrityError, AssertionError: what is not as it should be.
     """
     handles = manager.handles
-    if not handles or manager.snapshot().phases or any(handle.broken for handle in handles.values()):
+    if (
+        not handles
+        or manager.snapshot().phases
+        or any(handle.broken for handle in handles.values())
+    ):
         return
     if isinstance(manager.device, Faults):
         manager.device.clear()  # what the test wanted to fail has failed
     manager.check_integrity()
     plan = manager._stack.phases.base_plan()
-    assert_nothing_resident(manager, except_for=[name for name in handles if plan.on_device(name)], allow_foreign=True)
-    places = {name: (handle.state, plan[name]) for name, handle in handles.items() if handle.is_built and not handle.external}
+    assert_nothing_resident(
+        manager, except_for=[name for name in handles if plan.on_device(name)], allow_foreign=True
+    )
+    places = {
+        name: (handle.state, plan[name])
+        for name, handle in handles.items()
+        if handle.is_built and not handle.external
+    }
     assert {name: place for name, place in places.items() if place[0] is not place[1]} == {}

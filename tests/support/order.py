@@ -1,8 +1,9 @@
 """In which order the tests run, and which of them in the same one of xdist's processes.
 
-What takes long begins first, so that nothing long begins at the end: `durations.json` knows. The ranks that a process starts live as long
-as it does: files whose ranks import the same framework run in the same process, and it is imported once a rank. Those are listed here: a
-test file does not tell which of the frameworks that its workers mention they import.
+What takes long begins first, so that nothing long begins at the end: `durations.json` knows. The
+ranks that a process starts live as long as it does: files whose ranks import the same framework run
+in the same process, and it is imported once a rank. Those are listed here: a test file does not
+tell which of the frameworks that its workers mention they import.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
     known = recorded()
     average = sum(known.values()) / max(len(known), 1)
     seconds: defaultdict[str, float] = defaultdict(float)
-    for place in sorted({file_of(item.nodeid) for item in items}):  # sums in another order may differ, and so would the processes' orders
+    # sums in another order may differ, and so would the processes' orders
+    for place in sorted({file_of(item.nodeid) for item in items}):
         seconds[scope_of(place)] += known.get(place, average)
 
     def rank(item: pytest.Item) -> tuple[float, str, str]:

@@ -15,7 +15,8 @@ Made = TypeVar("Made")
 
 
 def of_an_old_kernel(make: Callable[[], Made]) -> Made:
-    """Makes a device on a kernel that does not say which pages were written: all ranges share poison, and it is compared by its bytes."""
+    """Makes a device on a kernel that does not say which pages were written: all ranges share
+    poison, and it is compared by its bytes."""
     with pytest.MonkeyPatch.context() as kernel:
         kernel.setattr(simulated_device, "_tells_copies", lambda page_map, file: False)
         return make()
@@ -23,7 +24,11 @@ def of_an_old_kernel(make: Callable[[], Made]) -> Made:
 
 def poison(offset: int, nbytes: int) -> torch.Tensor:
     """The poison in `[offset, offset + nbytes)` of a range."""
-    return torch.frombuffer(bytearray(poison_bytes(offset, nbytes)), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(poison_bytes(offset, nbytes)), dtype=torch.uint8)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def reads_poison(view: torch.Tensor, offset: int = 0) -> bool:
@@ -31,7 +36,10 @@ def reads_poison(view: torch.Tensor, offset: int = 0) -> bool:
 
 
 def poison_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor that reads what an offloaded one must. Ranges begin at whole words, so the address tells the place in the word."""
+    """A CPU tensor that reads what an offloaded one must. Ranges begin at whole words, so the
+    address tells the place in the word."""
     storage = tensor.untyped_storage()
     behind = poison(storage.data_ptr(), storage.nbytes()).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(behind, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        behind, tensor.storage_offset(), tensor.size(), tensor.stride()
+    )

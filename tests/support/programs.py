@@ -1,6 +1,8 @@
-"""Programs whose own end is what a test looks at, in interpreters that are forked from one that has imported torch and done nothing else.
+"""Programs whose own end is what a test looks at, in interpreters that are forked from one that has
+imported torch and done nothing else.
 
-A fresh interpreter takes seconds for its imports. Each program has the names of `__main__` to itself, and ends as interpreters do.
+A fresh interpreter takes seconds for its imports. Each program has the names of `__main__` to
+itself, and ends as interpreters do.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Ended(NamedTuple):
     """How a program came to its end."""
 
     status: int
-    """Its exit code; the negative number of the signal that killed it (SIGALRM: it took too long)."""
+    """Its exit code; the negative number of the signal that killed it (SIGALRM: it took too
+    long)."""
     output: str
     errors: str
 
@@ -50,14 +53,20 @@ class Programs:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-W", "error", "-c", _FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
 
     def run(self, code: str) -> Ended:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
-            self._process.stdin.write(json.dumps([code, output.name, errors.name, int(SECONDS)]) + "\n")
+            self._process.stdin.write(
+                json.dumps([code, output.name, errors.name, int(SECONDS)]) + "\n"
+            )
             self._process.stdin.flush()
             status = int(self._process.stdout.readline())
             return Ended(status, output.read(), errors.read())

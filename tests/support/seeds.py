@@ -6,7 +6,8 @@ import torch
 
 
 def seed(number: int) -> None:
-    """As torch.manual_seed, which notes the caller's stack for each kind of device that may be used one day: slow, where there is none."""
+    """As torch.manual_seed, which notes the caller's stack for each kind of device that may be used
+    one day: slow, where there is none."""
     if torch.cuda.is_available():
         torch.manual_seed(number)
     else:

@@ -35,7 +35,9 @@ def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
         except BaseException as error:
             results[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -17,7 +17,8 @@ WIDTH = 48
 
 
 class Trainer:
-    """An actor with Adam and a readonly reference, registered with a manager whose device can be made to fail.
+    """An actor with Adam and a readonly reference, registered with a manager whose device can be
+    made to fail.
 
     Args:
         manager_on: makes the manager for a device.
@@ -40,7 +41,8 @@ class Trainer:
         return outputs
 
     def learn(self, target: torch.Tensor | float = 0.0) -> float:
-        """One optimizer step towards `target`, in the phase train. The gradients stay. Returns the loss."""
+        """One optimizer step towards `target`, in the phase train. The gradients stay. Returns the
+        loss."""
         loss = (self.actor(torch.ones(2, WIDTH)) - target).square().mean()
         self.adam.zero_grad()
         loss.backward()

@@ -10,7 +10,16 @@ from placement import HandleView, Plan, State, View
 
 def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
     """Ten bytes off the device. Its role is its name, where a test says no other."""
-    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": State.CPU_OFFLOADED, "num_bytes": 10, **fields})
+    return HandleView(
+        **{
+            "name": name,
+            "kind": kind,
+            "role": role or name,
+            "state": State.CPU_OFFLOADED,
+            "num_bytes": 10,
+            **fields,
+        }
+    )
 
 
 def used(plan: Plan) -> dict[str, State]:
@@ -26,7 +35,9 @@ def after(before: View, plan: Plan) -> View:
             h.name: replace(
                 h,
                 state=plan[h.name],
-                resident_bytes=h.num_bytes if plan.on_device(h.name) else plan.prefetch.get(h.name, 0),
+                resident_bytes=h.num_bytes
+                if plan.on_device(h.name)
+                else plan.prefetch.get(h.name, 0),
                 prefetched_bytes=plan.prefetch.get(h.name, 0),
                 streaming=h.name in plan.streamed,
             )

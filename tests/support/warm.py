@@ -1,4 +1,5 @@
-"""What the process that others are forked from has done once for all of them: torch and everything that a first manager imports.
+"""What the process that others are forked from has done once for all of them: torch and everything
+that a first manager imports.
 
 It has a single thread and no CUDA context, because neither lives through a fork.
 """
@@ -10,8 +11,10 @@ import gc
 import importlib
 import os
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read once; a store that dies is what is wanted here, and no stack trace
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a step of torch's optimizers asks CUDA, where there is one
+# read once; a store that dies is what is wanted here, and no stack trace
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+# a step of torch's optimizers asks CUDA, where there is one
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 import torch.distributed.fsdp
@@ -20,7 +23,8 @@ import torch.distributed.tensor.parallel
 from placement import Manager
 from placement.testing import SimulatedDevice
 
-with contextlib.suppress(ImportError):  # where it is not installed, its tests are skipped and say so
+# where it is not installed, its tests are skipped and say so
+with contextlib.suppress(ImportError):
     importlib.import_module("ray")
 torch.set_num_threads(1)
 
@@ -33,7 +37,8 @@ def _warm_up() -> None:
     manager.register("adam", optimizer)
     manager.enter("train")
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)  # no backward: autograd's own threads would not live through a fork
+        # no backward: autograd's own threads would not live through a fork
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     manager.leave()
     manager.close()

@@ -1,4 +1,5 @@
-"""What the tests of the core share: a small worker, one training step of it, and comparisons of bytes."""
+"""What the tests of the core share: a small worker, one training step of it, and comparisons of
+bytes."""
 
 from __future__ import annotations
 
@@ -23,10 +24,14 @@ def make_manager(**keywords: Any) -> Manager:
 
 
 def net(width: int = 64) -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 8))
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 8)
+    )
 
 
-def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, width: int = 64) -> torch.Tensor:
+def learn(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, width: int = 64
+) -> torch.Tensor:
     optimizer.zero_grad()
     loss = model(batch(seed, width)).square().mean()
     loss.backward()
@@ -76,9 +81,17 @@ def trained(**keywords: Any) -> Worker:
 
 
 def everything(manager: Manager) -> dict[str, Any]:
-    """A snapshot without what counts up by itself (times, decisions, failures) and the budget that is learnt."""
+    """A snapshot without what counts up by itself (times, decisions, failures) and the budget that
+    is learnt."""
     seen = manager.snapshot().model_dump(
-        exclude={"taken_timestamp_seconds", "phase_seconds", "phase_stall_seconds", "durations", "policy_decisions", "budget_bytes"}
+        exclude={
+            "taken_timestamp_seconds",
+            "phase_seconds",
+            "phase_stall_seconds",
+            "durations",
+            "policy_decisions",
+            "budget_bytes",
+        }
     )
     for handle in seen["handles"]:
         for name in ("state_seconds", "failures", "last_transition_timestamp_seconds"):
@@ -91,7 +104,13 @@ def assert_same(found: Any, wanted: Any) -> None:
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert found.detach().contiguous().reshape(-1).view(torch.uint8).equal(wanted.detach().contiguous().reshape(-1).view(torch.uint8))
+        assert (
+            found.detach()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .equal(wanted.detach().contiguous().reshape(-1).view(torch.uint8))
+        )
     elif isinstance(wanted, dict):
         assert list(found) == list(wanted)
         for key, value in wanted.items():
@@ -156,4 +175,10 @@ class Turns:
 
     def plan(self, view: placement.View) -> placement.Plan:
         on = self.on.get(view.phase, ())
-        return view.total_plan({name: self.state for name in view.handles if (on(name) if callable(on) else name in on)})
+        return view.total_plan(
+            {
+                name: self.state
+                for name in view.handles
+                if (on(name) if callable(on) else name in on)
+            }
+        )

@@ -1,4 +1,5 @@
-"""A CUDA driver for machines without one: the rules of its virtual memory, and nothing behind them."""
+"""A CUDA driver for machines without one: the rules of its virtual memory, and nothing behind
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Result(enum.Enum):
 
 
 class FakeDriver(ModuleType):
-    """The functions that placement calls. A mapping takes a whole chunk and free addresses; unmapping takes whole mappings."""
+    """The functions that placement calls. A mapping takes a whole chunk and free addresses;
+    unmapping takes whole mappings."""
 
     def __init__(self) -> None:
         super().__init__("cuda.bindings.driver")
@@ -69,7 +71,10 @@ class FakeDriver(ModuleType):
         if self.refused == name:
             return (Result.CUDA_ERROR_OUT_OF_MEMORY,)
         self.errors += not is_right
-        return (Result.CUDA_SUCCESS if is_right else Result.CUDA_ERROR_INVALID_VALUE, *([] if value is None else [value]))
+        return (
+            Result.CUDA_SUCCESS if is_right else Result.CUDA_ERROR_INVALID_VALUE,
+            *([] if value is None else [value]),
+        )
 
     def cuGetErrorName(self, error: Result) -> tuple[Result, bytes]:
         return Result.CUDA_SUCCESS, error.name.encode()
@@ -99,7 +104,9 @@ class FakeDriver(ModuleType):
         return self._answer("cuMemAddressReserve", nbytes % STEP == 0, self._next - nbytes)
 
     def cuMemAddressFree(self, base: int, nbytes: int) -> tuple[Any, ...]:
-        is_right = self.reserved.get(base) == nbytes and not any(base <= at < base + nbytes for at in self.mapped)
+        is_right = self.reserved.get(base) == nbytes and not any(
+            base <= at < base + nbytes for at in self.mapped
+        )
         self.reserved.pop(base, None)
         return self._answer("cuMemAddressFree", is_right)
 
@@ -119,10 +126,22 @@ class FakeDriver(ModuleType):
         if handle in self.released and handle not in [used for _, used in self.mapped.values()]:
             self.memory.pop(handle, None)
 
-    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
-        is_reserved = any(base <= address and address + nbytes <= base + size for base, size in self.reserved.items())
-        is_free = not any(at < address + nbytes and address < at + size for at, (size, _) in self.mapped.items())
-        is_right = is_reserved and is_free and self.memory.get(handle) == nbytes and handle not in self.released
+    def cuMemMap(
+        self, address: int, nbytes: int, offset: int, handle: int, flags: int
+    ) -> tuple[Any, ...]:
+        is_reserved = any(
+            base <= address and address + nbytes <= base + size
+            for base, size in self.reserved.items()
+        )
+        is_free = not any(
+            at < address + nbytes and address < at + size for at, (size, _) in self.mapped.items()
+        )
+        is_right = (
+            is_reserved
+            and is_free
+            and self.memory.get(handle) == nbytes
+            and handle not in self.released
+        )
         if is_right and self.refused != "cuMemMap":
             self.mapped[address] = nbytes, handle
         return self._answer("cuMemMap", is_right)
@@ -143,9 +162,15 @@ class FakeDriver(ModuleType):
             self._free_unused(handle)
         return self._answer("cuMemUnmap", bool(found))
 
-    def cuMemSetAccess(self, address: int, nbytes: int, access: list[Any], count: int) -> tuple[Any, ...]:
+    def cuMemSetAccess(
+        self, address: int, nbytes: int, access: list[Any], count: int
+    ) -> tuple[Any, ...]:
         found = self._whole(address, nbytes)
-        self.accessible.update(dict.fromkeys(found, len({each.location.id for each in access}) if len(access) == count else 0))
+        self.accessible.update(
+            dict.fromkeys(
+                found, len({each.location.id for each in access}) if len(access) == count else 0
+            )
+        )
         return self._answer("cuMemSetAccess", bool(found))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Any, ...]:
@@ -157,7 +182,10 @@ class FakeDriver(ModuleType):
         return self._answer("cuMemHostRegister", self.capture_mode.value == "relaxed")
 
     def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
-        return self._answer("cuMemHostUnregister", self.pinned.pop(address, 0) > 0 and self.capture_mode.value == "relaxed")
+        return self._answer(
+            "cuMemHostUnregister",
+            self.pinned.pop(address, 0) > 0 and self.capture_mode.value == "relaxed",
+        )
 
     def fill_with_poison(self, addresses: Addresses) -> None:
         """A kernel of torch has filled what is behind a range."""
@@ -165,7 +193,8 @@ class FakeDriver(ModuleType):
         self.content.update({self.mapped[at][1]: POISON for at in found})
 
     def behind(self, addresses: Addresses, devices: int = 1) -> list[tuple[int, int | str]]:
-        """(bytes, handle or poison) of what is behind a range, from its start; all of it must be accessible."""
+        """(bytes, handle or poison) of what is behind a range, from its start; all of it must be
+        accessible."""
         at, found = addresses.base, list[tuple[int, int | str]]()
         while at in self.mapped and at < addresses.base + addresses.nbytes:
             assert self.accessible.get(at) == devices, "mapped without access"

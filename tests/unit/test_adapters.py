@@ -1,4 +1,5 @@
-"""Which tensors adapters find in modules and in optimizers, what stays on the CPU, and how large state will be before it is born."""
+"""Which tensors adapters find in modules and in optimizers, what stays on the CPU, and how large
+state will be before it is born."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Block(nn.Module):
         self.inner = nn.Linear(3, 2)
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("angles", torch.arange(4.0), persistent=False)
-        self.original_angles = self.angles  # as rotary embeddings keep it: the same object under a second name
+        # as rotary embeddings keep it: the same object under a second name
+        self.original_angles = self.angles
         self.loose_view = self.angles[1:3]
         self.table = [torch.zeros(2), {"left": (torch.ones(1), 7), "right": None}]
         self.empty = torch.empty(0)
@@ -62,7 +64,10 @@ def test_buffers_persistent_or_not_and_tensor_attributes_are_found_once_each() -
         "norm.num_batches_tracked",
     ]
     found = {item.name: item.tensor for item in adapter.owned()}
-    assert found["loose_view"].untyped_storage().data_ptr() == found["angles"].untyped_storage().data_ptr()
+    assert (
+        found["loose_view"].untyped_storage().data_ptr()
+        == found["angles"].untyped_storage().data_ptr()
+    )
     assert len({id(tensor) for tensor in found.values()}) == len(found)
 
 
@@ -71,12 +76,16 @@ def test_buffers_persistent_or_not_and_tensor_attributes_are_found_once_each() -
     [
         (lambda: torch.zeros(2, device="meta"), "meta device"),
         (lambda: torch.eye(2).to_sparse(), "sparse_coo layout"),
-        (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "quantised layout"),
+        (
+            lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
+            "quantised layout",
+        ),
         (lambda: torch.nested.nested_tensor([torch.zeros(2)]), "nested layout"),
         (lambda: torch.zeros(2).share_memory_(), "shared memory"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that nested and quantised tensors are going to change
+# torch warns that nested and quantised tensors are going to change
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tensors_that_cannot_be_moved_are_refused_by_name(tensor: Any, complaint: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].register_buffer("odd", tensor())
@@ -101,14 +110,27 @@ def test_sparse_tensors_of_an_external_module_are_no_bytes_that_could_be_measure
     module = nn.Embedding(4, 2, sparse=True)
     module.register_buffer("graph", torch.eye(2).to_sparse())
     module(torch.tensor([1])).sum().backward()
-    assert names(adapt(module, external=True)) == ["weight", "weight.grad.indices", "weight.grad.values"]
+    assert names(adapt(module, external=True)) == [
+        "weight",
+        "weight.grad.indices",
+        "weight.grad.values",
+    ]
 
 
-def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
     module = nn.Linear(2, 2)
     module.hf_device_map = {"embed": 0, "layers": "cpu"}
-    with pytest.raises(RegistrationError, match=r"'actor'.*a device map with 2 entries on several devices.*load without device_map"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'actor'.*a device map with 2 "
+        r"entries "
+        r"on "
+        r"several "
+        r"devices.*load without device_map",
+    ):
         adapt(module)
     assert adapt(module, external=True).external == "the caller says so (external=True)"
     module.hf_device_map = {"": 0}
@@ -117,10 +139,18 @@ def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain(monk
 
 @pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag])
 def test_values_that_are_not_those_of_the_bytes_are_refused(make: Any) -> None:
-    """A tensor over the same bytes elsewhere, such as that of a state dict, would have other values."""
+    """A tensor over the same bytes elsewhere, such as that of a state dict, would have other
+    values."""
     net = nn.Linear(2, 2)
     net.register_buffer("freqs", make(torch.tensor([1 + 2j, 3 + 4j])))
-    with pytest.raises(RegistrationError, match=r"'freqs' is a lazily conjugated or negated view.*resolve_conj\(\) or resolve_neg\(\)"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'freqs' is a lazily conjugated "
+        r"or "
+        r"negated "
+        r"view.*resolve_conj\(\) "
+        r"or resolve_neg\(\)",
+    ):
         adapt(net)
     net.freqs = net.freqs.resolve_conj().resolve_neg()
     assert "freqs" in names(adapt(net))
@@ -136,7 +166,8 @@ def test_cpu_tensors_of_a_module_on_the_gpu_stay_there() -> None:
     born_on_cpu = nn.Linear(2, 2)
     born_on_cpu.lengths = torch.zeros(3)
     adapter = ModuleAdapter(born_on_cpu, name="actor", compute_device=device)
-    born_on_cpu.weight.data = born_on_cpu.weight.data.to(device)  # as adoption does, one tensor after the other
+    # as adoption does, one tensor after the other
+    born_on_cpu.weight.data = born_on_cpu.weight.data.to(device)
     assert names(adapter) == ["weight", "bias", "lengths"]
 
 
@@ -174,7 +205,9 @@ def test_the_twin_has_to_the_byte_the_state_that_a_step_creates(options: dict[st
     parameters, optimizer = make(**options)
     expected = adapt_optimizer(optimizer).expected_sizes()
     step(parameters, optimizer)
-    assert expected == [item.tensor.untyped_storage().nbytes() for item in adapt_optimizer(optimizer).owned()]
+    assert expected == [
+        item.tensor.untyped_storage().nbytes() for item in adapt_optimizer(optimizer).owned()
+    ]
 
 
 def test_the_twin_touches_nothing_of_the_user() -> None:
@@ -183,15 +216,23 @@ def test_the_twin_touches_nothing_of_the_user() -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("own"))
     everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
     values = [parameter.detach().clone() for parameter in parameters]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     try:
         assert adapt_optimizer(optimizer).expected_sizes()
     finally:
         everywhere.remove()
     assert calls == []
-    assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
+    assert all(
+        torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True)
+    )
     assert all(parameter.grad is None for parameter in parameters)
-    assert groups == [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    assert groups == [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     assert len(optimizer.state) == 0
 
 
@@ -219,8 +260,16 @@ def test_a_users_optimizer_that_needs_data_cannot_be_told_and_one_that_does_not_
 
     module = nn.Linear(3, 2)
     before = torch.get_rng_state(), random.getstate()
-    keep = Momentum(module.parameters()), Curious(module.parameters()), Demanding(module.parameters(), module)
-    assert [adapt_optimizer(optimizer).expected_sizes() for optimizer in keep] == [[24, 8], None, None]
+    keep = (
+        Momentum(module.parameters()),
+        Curious(module.parameters()),
+        Demanding(module.parameters(), module),
+    )
+    assert [adapt_optimizer(optimizer).expected_sizes() for optimizer in keep] == [
+        [24, 8],
+        None,
+        None,
+    ]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
@@ -243,12 +292,22 @@ class ByAttribute:
         (nn.Linear, r"placement\.Lazy\(function\), which calls it"),
         (lambda: None, r"what it returns, or placement\.Lazy"),
         ("adam", r"such as VllmInProcess\(llm\)"),
-        (optim.lr_scheduler.LambdaLR(make()[1], lambda epoch: 0.9), "not its tensors or a scheduler"),
+        (
+            optim.lr_scheduler.LambdaLR(make()[1], lambda epoch: 0.9),
+            ("not its tensors or a scheduler"),
+        ),
         (ByAttribute(None), "register the module or the optimizer itself"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_optimizer_is_refused_with_advice_that_fits(odd: Any, advice: str) -> None:
-    with pytest.raises(RegistrationError, match=rf"'adam': .* is no optimizer and holds none.*Supported: .*What to do: .*{advice}"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'adam': .* is no optimizer "
+        r"and "
+        r"holds "
+        r"none.*Supported: "
+        rf".*What to do: .*{advice}",
+    ):
         adapt_optimizer(odd)
 
 
@@ -265,11 +324,14 @@ def test_meta_parameters_and_state_of_odd_form_are_refused() -> None:
         adapt_optimizer(optimizer)
 
 
-def test_state_that_the_user_keeps_on_the_cpu_stays_where_torchs_own_follows_its_parameters() -> None:
+def test_state_that_the_user_keeps_on_the_cpu_stays_where_torchs_own_follows_its_parameters() -> (
+    None
+):
     class OnCpu(optim.SGD):
         def step(self, closure: Any = None) -> None: ...
 
-    device = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
+    # any device that is not the CPU: none of its tensors is made here
+    device = torch.device("meta")
     parameter = nn.Parameter(torch.zeros(2))
     for cls, follows in ((optim.SGD, ["state.0.momentum_buffer"]), (OnCpu, [])):
         optimizer = cls([parameter])
@@ -279,7 +341,9 @@ def test_state_that_the_user_keeps_on_the_cpu_stays_where_torchs_own_follows_its
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": True}])
-def test_on_a_gpu_the_twin_has_the_real_sizes_and_cpu_counters_stay(options: dict[str, Any]) -> None:
+def test_on_a_gpu_the_twin_has_the_real_sizes_and_cpu_counters_stay(
+    options: dict[str, Any],
+) -> None:
     device = torch.device("cuda")
     parameter = nn.Parameter(torch.zeros(5, device=device))
     optimizer = optim.AdamW([parameter], **options)

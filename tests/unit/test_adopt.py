@@ -1,4 +1,5 @@
-"""How storages get their place in a range on a machine without an accelerator, by each way that exists there."""
+"""How storages get their place in a range on a machine without an accelerator, by each way that
+exists there."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
-@pytest.mark.parametrize("hold", [lambda m: m.state_dict(), lambda m: m.weight.detach()[1:], lambda m: m(torch.ones(1, 4)).sum()])
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda m: m.state_dict(),
+        lambda m: m.weight.detach()[1:],
+        lambda m: m(torch.ones(1, 4)).sum(),
+    ],
+)
 def test_rebinding_refuses_a_storage_with_an_unknown_user(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, hold: Callable[[torch.nn.Module], Any]
 ) -> None:
@@ -54,7 +62,8 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
     held = hold(model)
     tensors = dict(model.named_parameters())
     if isinstance(held, torch.Tensor) and held.grad_fn is not None:
-        range_layout.RangeLayout(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
+        # a graph that saved the parameter itself follows it
+        range_layout.RangeLayout(device, claims_of(tensors))
     else:
         with pytest.raises(RegistrationError, match=r"'weight': \d more user"):
             range_layout.RangeLayout(device, claims_of(tensors))
@@ -65,7 +74,9 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
     assert torch.equal(model.weight, before[1])
 
 
-def test_rebinding_refuses_lazy_views(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rebinding_refuses_lazy_views(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base, "can_swap", lambda: False)
     odd = torch.randn(4, dtype=torch.complex64).conj()
     with pytest.raises(RegistrationError, match="conjugated or negated"):
@@ -89,13 +100,29 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     assert bool(tensor.isnan().all())
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [1 << 20] * 3, [(1 << 20) + 1], [5, 30 << 20, 2 << 20, 700_000, 0, 600_000, 500_000, 1]])
-def test_the_plan_for_torchs_allocator_covers_every_segment_without_overlap(sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [1],
+        [1 << 20] * 3,
+        [(1 << 20) + 1],
+        [5, 30 << 20, 2 << 20, 700_000, 0, 600_000, 500_000, 1],
+    ],
+)
+def test_the_plan_for_torchs_allocator_covers_every_segment_without_overlap(
+    sizes: list[int],
+) -> None:
     places, used = plan(sizes)
     spans = sorted((p.offset, p.offset + p.nbytes) for p in places)
-    assert all(end <= start < end + 512 or start - end <= 1 << 20 for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(
+        end <= start < end + 512 or start - end <= 1 << 20
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
+    )
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    assert sorted(p.index for p in places if p.index is not None) == [i for i, n in enumerate(sizes) if n]
+    assert sorted(p.index for p in places if p.index is not None) == [
+        i for i, n in enumerate(sizes) if n
+    ]
     assert sum(p.opens for p in places) == used
     assert used % (2 << 20) == 0
     assert not spans or spans[-1][1] <= used

@@ -20,10 +20,13 @@ def test_drift_is_named_with_its_bytes(worker: Worker, phase: str | None) -> Non
     if phase:
         worker.manager.enter(phase)
     fresh = torch.zeros(64)
-    worker.net[0].bias.untyped_storage()._swap_data_ptr_(fresh.untyped_storage())  # what a framework that places by itself does
+    # what a framework that places by itself does
+    worker.net[0].bias.untyped_storage()._swap_data_ptr_(fresh.untyped_storage())
     audit = worker.manager.audit()
     assert ("actor", "drift") in findings(audit)
-    assert audit.report.endswith(f"{len(audit.findings)} finding{'s' if len(audit.findings) > 1 else ''}")
+    assert audit.report.endswith(
+        f"{len(audit.findings)} finding{'s' if len(audit.findings) > 1 else ''}"
+    )
     assert "0.bias (256 bytes)" in next(f.detail for f in audit.findings if f.what == "drift")
     assert worker.manager.snapshot().handles[0].drift_bytes == 256
     assert "drift: actor: 0.bias" in audit.report
@@ -44,7 +47,9 @@ def test_a_leak_is_what_stays_where_the_plan_does_not_want_it() -> None:
     assert not audit.ok
     leaks = [f for f in audit.findings if f.what == "leak"]
     assert {f.handle for f in leaks} <= {"actor", "actor.optimizer"}
-    assert f"{worker.manager.handles[str(leaks[0].handle)].resident_bytes:,} bytes on the device" in leaks[0].detail
+    assert (
+        f"{worker.manager.handles[str(leaks[0].handle)].resident_bytes:,} bytes on the device"
+    ) in leaks[0].detail
     with pytest.raises(AssertionError, match="outside every phase"):
         assert_nothing_resident(worker.manager)
     device.clear()
@@ -55,7 +60,11 @@ def test_a_leak_is_what_stays_where_the_plan_does_not_want_it() -> None:
 
 def test_stray_references_are_counted_named_and_forgotten(worker: Worker) -> None:
     with worker.manager.phase("log_prob"):
-        views = [worker.net[0].weight.detach(), worker.net[0].weight[0], worker.ref_net[2].bias.data]
+        views = [
+            worker.net[0].weight.detach(),
+            worker.net[0].weight[0],
+            worker.ref_net[2].bias.data,
+        ]
     audit = worker.manager.audit()
     assert findings(audit) == [("actor", "stray_reference"), ("ref", "stray_reference")]
     assert "2 references" in audit.findings[0].detail
@@ -82,7 +91,8 @@ def test_strict_raises_for_stray_references_after_the_transition_is_complete() -
 
 
 def test_who_was_known_and_is_no_more_is_a_stray() -> None:
-    """The references are as many as at the last phase transition, where none was too many: only who holds them has changed."""
+    """The references are as many as at the last phase transition, where none was too many: only who
+    holds them has changed."""
     worker = Worker()
     with worker.manager.phase("log_prob"):
         worker.net.shadow = worker.net[0].weight.detach()
@@ -101,7 +111,8 @@ def test_who_was_known_and_is_no_more_is_a_stray() -> None:
 
 
 def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it(worker: Worker) -> None:
-    """What a handle knew of a tensor that is gone would count for whoever is born in its place: references too many, or too few."""
+    """What a handle knew of a tensor that is gone would count for whoever is born in its place:
+    references too many, or too few."""
     with worker.manager.phase("log_prob"):
         worker.net.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
         worker.manager.audit()
@@ -116,7 +127,9 @@ def test_chunks_that_no_handle_declares_are_unaccounted(worker: Worker) -> None:
     audit = worker.manager.audit()
     assert findings(audit) == [(None, "unaccounted")]
     assert f"{1 << 20:,}" in audit.findings[0].detail
-    with pytest.raises(IntegrityError, match=f"holds {1 << 20:,} bytes of chunks, the handles declare 0"):
+    with pytest.raises(
+        IntegrityError, match=f"holds {1 << 20:,} bytes of chunks, the handles declare 0"
+    ):
         worker.manager.check_integrity()
     worker.manager.device.release(stolen)
     worker.manager.check_integrity()
@@ -135,7 +148,13 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with(worker: Worke
         (page,) = holding.ranges[0].pages.table
         memory, page.memory = page.memory, None
         assert memory is not None
-        wrong(rf"'actor' is GPU_RESIDENT, so range 0 of \d+ bytes needs chunks \({memory.nbytes},\) behind it, but has \(\)")
+        wrong(
+            r"'actor' is GPU_RESIDENT, so range 0 of \d+ bytes "
+            r"needs "
+            r"chunks "
+            rf"\({memory.nbytes},\) "
+            r"behind it, but has \(\)"
+        )
         page.memory = memory
         worker.manager.check_integrity()
         worker.actor.counters.state = State.TRAINING
@@ -149,11 +168,16 @@ def test_check_integrity_has_the_numbers_of_what_was_tampered_with(worker: Worke
 
 def test_a_tensor_in_another_handles_memory_is_a_finding(worker: Worker) -> None:
     own = worker.critic_net[0].weight
-    with pytest.raises(RegistrationError, match="belongs to 'actor' already"), worker.manager.phase("values"):
+    with (
+        pytest.raises(RegistrationError, match="belongs to 'actor' already"),
+        worker.manager.phase("values"),
+    ):
         worker.critic_net[0].weight = worker.net[0].weight
     found = worker.manager.audit().findings
     (finding,) = [each for each in found if (each.handle, each.what) == ("critic", "drift")]
-    assert "'0.weight' of 'critic' lies in a storage that belongs to 'actor' already" in finding.detail
+    assert (
+        "'0.weight' of 'critic' lies in a storage that belongs to 'actor' already"
+    ) in finding.detail
     worker.critic_net[0].weight = own
     with worker.manager.phase("values"):
         pass

@@ -11,17 +11,34 @@ import torch
 import placement
 from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.testing import assert_nothing_resident
-from tests.support.worker import Scripted, Worker, assert_same, everything, in_a_range, learn, make_manager, net
+from tests.support.worker import (
+    Scripted,
+    Worker,
+    assert_same,
+    everything,
+    in_a_range,
+    learn,
+    make_manager,
+    net,
+)
 
 
 @pytest.fixture(autouse=True)
 def _unchanged(worker: Worker) -> Any:
     """After every test of this file: the worker is as it was, and works."""
     before = everything(worker.manager)
-    hooks = len(worker.net._forward_pre_hooks), len(worker.net._state_dict_hooks), len(worker.adam._optimizer_step_pre_hooks)
+    hooks = (
+        len(worker.net._forward_pre_hooks),
+        len(worker.net._state_dict_hooks),
+        len(worker.adam._optimizer_step_pre_hooks),
+    )
     yield
     assert everything(worker.manager) == before
-    assert hooks == (len(worker.net._forward_pre_hooks), len(worker.net._state_dict_hooks), len(worker.adam._optimizer_step_pre_hooks))
+    assert hooks == (
+        len(worker.net._forward_pre_hooks),
+        len(worker.net._state_dict_hooks),
+        len(worker.adam._optimizer_step_pre_hooks),
+    )
     worker.manager.check_integrity()
     assert_same(dict(worker.actor.state_dict()), dict(worker.values))
     with worker.manager.phase("train"):
@@ -43,12 +60,24 @@ def viewing(worker: Worker) -> torch.nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[Worker], Any], str]] = {
     "a registered module": (lambda worker: worker.net, "registered already, as 'actor'"),
-    "a registered optimizer": (lambda worker: worker.adam, r"registered already, as 'actor\.optimizer'"),
-    "a compiled wrapper of one": (lambda worker: torch.compile(worker.net, backend="eager"), "registered already, as 'actor'"),
-    "a part of one": (lambda worker: worker.net[0], r"'weight' of 'more' lies in a storage that belongs to 'actor' already"),
+    "a registered optimizer": (
+        lambda worker: worker.adam,
+        (r"registered already, as 'actor\.optimizer'"),
+    ),
+    "a compiled wrapper of one": (
+        lambda worker: torch.compile(worker.net, backend="eager"),
+        ("registered already, as 'actor'"),
+    ),
+    "a part of one": (
+        lambda worker: worker.net[0],
+        (r"'weight' of 'more' lies in a storage that belongs to 'actor' already"),
+    ),
     "a shared parameter": (sharing, "belongs to 'actor' already"),
     "a view for a buffer": (viewing, "'view' of 'more' lies in a storage that belongs to 'actor'"),
-    "meta in part": (lambda _: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")), "meta device"),
+    "meta in part": (
+        lambda _: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta")),
+        "meta device",
+    ),
     "a lazy layer": (lambda _: torch.nn.LazyLinear(4), "no shape yet"),
     **{
         type(each).__name__: (lambda _, each=each: each, "more")  # type: ignore[misc]
@@ -70,10 +99,16 @@ def test_what_cannot_be_registered(worker: Worker) -> None:
 def test_odd_names_roles_and_owners(worker: Worker) -> None:
     model, sgd = net(), torch.optim.SGD(worker.net.parameters(), lr=0.1)
     wrong: list[tuple[Any, Any, dict[str, str], str]] = [
-        *((each, model, {}, "must match") for each in ("", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a")),
+        *(
+            (each, model, {}, "must match")
+            for each in ("", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a")
+        ),
         ("actor", model, {"role": "actor"}, "'actor' is registered already"),
         ("more", model, {"role": "actr"}, "role 'actr' is none of actor, ref"),
-        *(("more", sgd, {"owner": each}, "not a registered module") for each in ("actr", "actor.optimizer")),
+        *(
+            ("more", sgd, {"owner": each}, "not a registered module")
+            for each in ("actr", "actor.optimizer")
+        ),
     ]
     for name, target, keywords, message in wrong:
         with pytest.raises(RegistrationError, match=message):
@@ -83,14 +118,28 @@ def test_odd_names_roles_and_owners(worker: Worker) -> None:
 
 
 def test_a_module_of_another_manager_under_the_same_name(worker: Worker) -> None:
-    with pytest.raises(RegistrationError, match=r"'actor' is registered in another manager of this process.*unregister it there first"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'actor' is registered in another "
+        r"manager "
+        r"of "
+        r"this "
+        r"process.*unregister it there first",
+    ):
         placement.Manager(device="simulated:1MiB").register("actor", worker.net, role="actor")
 
 
 def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
     stranger = net()
     for parameters in (stranger.parameters(), [*worker.net.parameters(), *stranger.parameters()]):
-        with pytest.raises(RegistrationError, match=r"parameter \d of shape \(64, 64\) belongs to no registered module"):
+        with pytest.raises(
+            RegistrationError,
+            match=r"parameter \d of shape \(64, "
+            r"64\) "
+            r"belongs "
+            r"to "
+            r"no registered module",
+        ):
             worker.manager.register("more", torch.optim.SGD(parameters, lr=0.1))
     assert not in_a_range(stranger[0].weight)
 
@@ -100,13 +149,26 @@ def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
 
 def attempts(worker: Worker, name: str, **keywords: Any) -> list[Callable[[], Any]]:
     manager = worker.manager
-    return [lambda: manager.phase(name, **keywords).__enter__(), lambda: manager.enter(name, **keywords)]
+    return [
+        lambda: manager.phase(name, **keywords).__enter__(),
+        lambda: manager.enter(name, **keywords),
+    ]
 
 
 def test_what_is_no_phase(worker: Worker) -> None:
     wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        ("trian", {}, PolicyError, r"unknown phase 'trian'. Did you mean 'train'\?.*Settings\.phases"),
-        ("train", {"only": ["actor", "critc"]}, PhaseError, r"only=: no handle 'critc', did you mean 'critic'\?"),
+        (
+            "trian",
+            {},
+            PolicyError,
+            (r"unknown phase 'trian'. Did you mean 'train'\?.*Settings\.phases"),
+        ),
+        (
+            "train",
+            {"only": ["actor", "critc"]},
+            PhaseError,
+            (r"only=: no handle 'critc', did you mean 'critic'\?"),
+        ),
         (["train"], {}, TypeError, "string for a name"),
     ]
     for name, keywords, error, message in wrong:
@@ -116,15 +178,30 @@ def test_what_is_no_phase(worker: Worker) -> None:
 
 
 ANSWERS: dict[str, tuple[Any, str]] = {
-    "forgets": (lambda view: Plan({"actor": State.GPU_RESIDENT}), "forgets 'actor.optimizer', 'ref', 'critic'"),
-    "prefetches text": (lambda view: view.total_plan({}, prefetch={"actor": "1GiB"}), "prefetches '1GiB' bytes of 'actor'"),
-    "prefetches less than nothing": (lambda view: view.total_plan({}, prefetch={"critic": -1}), "prefetches -1 bytes of 'critic'"),
-    "prefetches a ghost": (lambda view: view.total_plan({}, prefetch={"ghost": 1}), "names 'ghost', which are not registered"),
+    "forgets": (
+        lambda view: Plan({"actor": State.GPU_RESIDENT}),
+        ("forgets 'actor.optimizer', 'ref', 'critic'"),
+    ),
+    "prefetches text": (
+        lambda view: view.total_plan({}, prefetch={"actor": "1GiB"}),
+        ("prefetches '1GiB' bytes of 'actor'"),
+    ),
+    "prefetches less than nothing": (
+        lambda view: view.total_plan({}, prefetch={"critic": -1}),
+        ("prefetches -1 bytes of 'critic'"),
+    ),
+    "prefetches a ghost": (
+        lambda view: view.total_plan({}, prefetch={"ghost": 1}),
+        ("names 'ghost', which are not registered"),
+    ),
     "prefetches what it loads": (
         lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, prefetch={"actor": 1}),
         "prefetches 'actor', which it wants GPU_RESIDENT",
     ),
-    "drops gradients of a ghost": (lambda view: view.total_plan({}, dropped={"ghost"}), "names 'ghost', which are not registered"),
+    "drops gradients of a ghost": (
+        lambda view: view.total_plan({}, dropped={"ghost"}),
+        ("names 'ghost', which are not registered"),
+    ),
     "drops gradients of an optimizer": (
         lambda view: view.total_plan({}, dropped={"actor.optimizer"}),
         "drops gradients of 'actor.optimizer', an optimizer",
@@ -133,17 +210,38 @@ ANSWERS: dict[str, tuple[Any, str]] = {
         lambda view: view.total_plan({"actor": State.TRAINING}, dropped={"actor"}),
         "drops gradients of 'actor' and wants it in TRAINING",
     ),
-    "invents": (lambda view: Plan({**view.total_plan({}).targets, "ghost": State.GPU_RESIDENT}), "names 'ghost', which are not registered"),
-    "trains readonly": (lambda view: view.total_plan({"ref": State.TRAINING}), "wants 'ref' in TRAINING, which is readonly"),
-    "streams without a sync": (lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, ["actor"]), "streams 'actor' without SYNCING"),
+    "invents": (
+        lambda view: Plan({**view.total_plan({}).targets, "ghost": State.GPU_RESIDENT}),
+        ("names 'ghost', which are not registered"),
+    ),
+    "trains readonly": (
+        lambda view: view.total_plan({"ref": State.TRAINING}),
+        ("wants 'ref' in TRAINING, which is readonly"),
+    ),
+    "streams without a sync": (
+        lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, ["actor"]),
+        ("streams 'actor' without SYNCING"),
+    ),
     "streams a ghost": (lambda view: view.total_plan({}, ["ghost"]), "ghost"),
-    "no plan": (lambda view: {"actor": "GPU_RESIDENT"}, "returned dict for phase 'eval', not a Plan"),
+    "no plan": (
+        lambda view: {"actor": "GPU_RESIDENT"},
+        ("returned dict for phase 'eval', not a Plan"),
+    ),
     "nothing": (lambda view: None or (), "returned tuple"),
     "no state": (lambda view: Plan({"actor": "ON_GPU"}), "ON_GPU"),  # type: ignore[dict-item]
     "raises": (ZeroDivisionError("oops"), r"policy 'colocated' failed on phase 'eval'.*oops"),
-    "takes a handle away": (lambda view: view.handles.pop("actor"), r"policy 'colocated' failed on phase 'eval'.*read-only"),
-    "makes a phase of its own": (lambda view: view.phases.update(mine=()), r"policy 'colocated' failed on phase 'eval'.*read-only"),
-    "resizes": (lambda view: view.handles["actor"].tags.clear(), r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    "takes a handle away": (
+        lambda view: view.handles.pop("actor"),
+        (r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    ),
+    "makes a phase of its own": (
+        lambda view: view.phases.update(mine=()),
+        (r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    ),
+    "resizes": (
+        lambda view: view.handles["actor"].tags.clear(),
+        (r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    ),
     "raises its own": (PolicyError("I refuse"), "I refuse"),
 }
 
@@ -156,7 +254,10 @@ def test_a_plan_that_is_none(inside: bool) -> None:
     before = everything(worker.manager)
     for reply, message in ANSWERS.values():
         policy.answers["eval"] = reply
-        for attempt in [*attempts(worker, "eval"), *([lambda: worker.manager.switch("eval")] if inside else [])]:
+        for attempt in [
+            *attempts(worker, "eval"),
+            *([lambda: worker.manager.switch("eval")] if inside else []),
+        ]:
             with pytest.raises(PolicyError, match=message):
                 attempt()
         assert everything(worker.manager) == before

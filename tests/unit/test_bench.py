@@ -1,4 +1,5 @@
-"""Every benchmark runs on the simulated device with tiny sizes and writes a result file. What it measures there means nothing."""
+"""Every benchmark runs on the simulated device with tiny sizes and writes a result file. What it
+measures there means nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from bench import _peers, _results, report, run
 from bench._results import Results
 
 SLOW = ("forecast", "foresight", "replicated", "rollout_only", "small_tensors", "weights")
-PEERS = {"accelerate", "deepspeed", "megatron", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
+PEERS = {
+    "accelerate",
+    "deepspeed",
+    "megatron",
+    "torch_memory_saver",
+    "torch_memory_saver(retain)",
+    "verl",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _whole_packages() -> Iterator[None]:
-    """The benchmarks load parts of their peers by themselves; whoever imports a peer afterwards gets the whole."""
+    """The benchmarks load parts of their peers by themselves; whoever imports a peer afterwards
+    gets the whole."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -34,15 +43,25 @@ def _whole_packages() -> Iterator[None]:
 
 @functools.cache
 def file_of(name: str) -> dict[str, Any]:
-    """What a benchmark writes. Run once, and without verl, which takes longer to import than all benchmarks together."""
-    verl = unittest.mock.patch.object(_peers, "verl", side_effect=ModuleNotFoundError("left out here"))
+    """What a benchmark writes. Run once, and without verl, which takes longer to import than all
+    benchmarks together."""
+    verl = unittest.mock.patch.object(
+        _peers, "verl", side_effect=ModuleNotFoundError("left out here")
+    )
     with tempfile.TemporaryDirectory() as folder, verl:
-        importlib.import_module(f"bench.{name}").main(["--device", "simulated", "--size", "tiny", "--out", folder])
-        content: dict[str, Any] = json.loads(Path(folder, f"{name}_simulated.json").read_text(encoding="utf-8"))
+        importlib.import_module(f"bench.{name}").main(
+            ["--device", "simulated", "--size", "tiny", "--out", folder]
+        )
+        content: dict[str, Any] = json.loads(
+            Path(folder, f"{name}_simulated.json").read_text(encoding="utf-8")
+        )
     return content
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS],
+)
 def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     content = file_of(name)
     assert (content["benchmark"], content["machine"]["device"]) == (name, "simulated")
@@ -56,7 +75,8 @@ def test_every_benchmark_writes_a_valid_file(name: str) -> None:
 
 
 def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
-    """One model at a time has the smaller peak; with the reference first no more bytes move than with both together."""
+    """One model at a time has the smaller peak; with the reference first no more bytes move than
+    with both together."""
     found = {(row["system"], row["metric"]): row["value"] for row in file_of("grpo_step")["rows"]}
     peak, moved = "peak of what is registered", "bytes both ways"
     both, last, first = "placement", "placement, ref_log_prob last", "placement, ref_log_prob first"
@@ -67,11 +87,18 @@ def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
 def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> None:
     from bench import engine_mirror
 
-    engine_mirror.main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path), "--system", "copied"])
-    content = json.loads((tmp_path / "engine_mirror_copied_simulated.json").read_text(encoding="utf-8"))
+    engine_mirror.main(
+        ["--device", "simulated", "--size", "tiny", "--out", str(tmp_path), "--system", "copied"]
+    )
+    content = json.loads(
+        (tmp_path / "engine_mirror_copied_simulated.json").read_text(encoding="utf-8")
+    )
     found = {row["metric"]: row["value"] for row in content["rows"]}
     assert "errors" not in content
-    assert (found["asleep, snapshot, the mirror"], found["weights back, snapshot, the mirror"]) == (8 << 20, 0)
+    assert (
+        found[("asleep, snapshot, the mirror")],
+        found[("weights back, snapshot, the mirror")],
+    ) == (8 << 20, 0)
     assert found["asleep, snapshot"] == found["all back, snapshot"] + (8 << 20)
     assert {f"asleep, snapshot off by, {who}" for who in ("process", "machine")} <= found.keys()
     assert found["bit-exact"] == 1
@@ -86,15 +113,28 @@ def test_the_tables_name_the_best_peer_every_failure_and_what_is_worse(tmp_path:
     results.failed("weights, bf16", "absent", "ModuleNotFoundError: No module named 'absent'")
     results.write()
     readme = tmp_path / "README.md"
-    readme.write_text("# a\n{}\nold\n{}\nb\n".format(*report.marks("performance")), encoding="utf-8")
+    readme.write_text(
+        "# a\n{}\nold\n{}\nb\n".format(*report.marks("performance")), encoding="utf-8"
+    )
     report.put_into(readme, "performance", report.table(_results.read(tmp_path)))
     written = readme.read_text(encoding="utf-8")
-    assert "| weights, bf16: load | **55 GB/s, 99.1 % of the link** | 50 GB/s (quick) | 2 GB/s (slow) |" in written
+    assert (
+        "| weights, bf16: load | **55 GB/s, 99.1 % of the link** | 50 GB/s (quick) | 2 GB/s (slow) "
+        "|"
+    ) in written
     assert "broken: no memory" in written
     assert "Not on this machine: absent." in written
     assert (written[:4], "old" in written, written[-3:]) == ("# a\n", False, "\nb\n")
-    row = {"scenario": "weights, bf16", "metric": "load, rate", "unit": "GB/s", "before": [55, 54], "after": [50, 51]}
+    row = {
+        "scenario": "weights, bf16",
+        "metric": "load, rate",
+        "unit": "GB/s",
+        "before": [55, 54],
+        "after": [50, 51],
+    }
     turns = {"commits": {"before": "a", "after": "b"}, "rows": [row], "problems": []}
-    compared = report.by_turns({"weights": {"machine": _results.machine("simulated"), "turns": turns}})
+    compared = report.by_turns(
+        {"weights": {"machine": _results.machine("simulated"), "turns": turns}}
+    )
     assert "| weights, bf16: load | 55 GB/s, 54 GB/s | 50 GB/s, 51 GB/s |" in compared
     assert "by more than 1 %: weights, bf16: load." in compared

@@ -1,4 +1,5 @@
-"""A call of a module that another thread is in when the module is to leave the device, or to be written: it is waited for."""
+"""A call of a module that another thread is in when the module is to leave the device, or to be
+written: it is waited for."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ X = torch.ones(2, 4)
 
 
 class Gate:
-    """Where a forward stops: it tells that it is there, and goes on once somebody waits for it (or `opened` is set)."""
+    """Where a forward stops: it tells that it is there, and goes on once somebody waits for it (or
+    `opened` is set)."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -80,7 +82,12 @@ class InThread:
         ident, wait = threading.get_ident(), CallGuard.wait.__code__
 
         def watch() -> None:
-            while not any(frame.f_code is wait for other, stack in _stacks_of_others() if other == ident for frame in stack):
+            while not any(
+                frame.f_code is wait
+                for other, stack in _stacks_of_others()
+                if other == ident
+                for frame in stack
+            ):
                 time.sleep(1e-3)
             do()
 
@@ -170,16 +177,24 @@ def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
         manager.register("other", other, role="reward")
         manager.enter("reward")
         call = InThread(gated, lambda: gated(X))
-        message = r"'scored' is still being called in thread 'scorer' after 0\.\d s, so it stays on the device.* call_deadline_seconds"
+        message = (
+            r"'scored' is still being called in thread 'scorer' after 0\.\d s, so "
+            r"it "
+            r"stays "
+            r"on the "
+            r"device.* call_deadline_seconds"
+        )
         with pytest.raises(PhaseError, match=message):
             manager.switch("train")
-        assert (bool(scored.resident_bytes), scored.phase_now()) == (True, "reward")  # all or nothing
+        # all or nothing
+        assert (bool(scored.resident_bytes), scored.phase_now()) == (True, "reward")
         assert torch.equal(other(X), Gated(1)(X))
         with pytest.raises(PhaseError, match=message):
             manager.unregister("scored")
         with pytest.raises(PhaseError, match=message):
             manager.leave()
-        assert (bool(scored.resident_bytes), manager.handles["other"].resident_bytes) == (True, 0)  # as far as possible
+        # as far as possible
+        assert (bool(scored.resident_bytes), manager.handles["other"].resident_bytes) == (True, 0)
         assert torch.equal(call.end(), expected)
         with manager.phase("reward"):
             gated.gate = None
@@ -203,7 +218,9 @@ def test_ctrl_c_ends_the_wait_for_a_call(manager: Manager) -> None:
     assert not scored.resident_bytes
 
 
-def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gated = Gated()
     expected = gated(X).detach()
     manager.register("scored", gated, role="reward")
@@ -212,7 +229,8 @@ def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manage
 
     def late(guard: CallGuard) -> None:
         if not calls:
-            calls.append(InThread(gated, lambda: gated(X).detach()))  # its last layer is called when calls are refused
+            # its last layer is called when calls are refused
+            calls.append(InThread(gated, lambda: gated(X).detach()))
             calls[0].open_when_awaited()
         refuse(guard)
 
@@ -244,7 +262,10 @@ def test_a_call_ends_its_own_phase(manager: Manager) -> None:
     scored = manager.register("scored", gated, role="reward")
     manager.enter("reward")
     hook = gated.first.register_forward_hook(lambda *_: manager.switch("train"))
-    with pytest.raises(PhaseError, match=r"'scored' cannot be offloaded.* from inside its own forward\(\)"):
+    with pytest.raises(
+        PhaseError,
+        match=r"'scored' cannot be offloaded.* from inside its own forward\(\)",
+    ):
         gated(X)
     hook.remove()
     assert scored.resident_bytes
@@ -256,7 +277,8 @@ def test_a_call_ends_its_own_phase(manager: Manager) -> None:
 
 
 class SlowFile(io.BytesIO):
-    """Stops a save when the first of the big tensors is written, until something waits for it or `opened` is set."""
+    """Stops a save when the first of the big tensors is written, until something waits for it or
+    `opened` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +293,8 @@ class SlowFile(io.BytesIO):
 @pytest.mark.parametrize("of", ["actor", "actor.optimizer"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_that_another_thread_is_saving_gets_all_values(of: str, zipped: bool) -> None:
-    """`torch.save` takes the storages of a state dict in the beginning, and reads them until its end."""
+    """`torch.save` takes the storages of a state dict in the beginning, and reads them until its
+    end."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     optimizer = torch.optim.Adam(model.parameters())
     with closing(make_manager()) as manager:
@@ -283,7 +306,9 @@ def test_a_file_that_another_thread_is_saving_gets_all_values(of: str, zipped: b
             optimizer.step()
             optimizer.zero_grad()
             saved: Any = model.state_dict() if of == "actor" else optimizer.state_dict()
-            thread = threading.Thread(target=lambda: torch.save(saved, file, _use_new_zipfile_serialization=zipped))
+            thread = threading.Thread(
+                target=lambda: torch.save(saved, file, _use_new_zipfile_serialization=zipped)
+            )
             thread.start()
             assert file.gate.reached.wait(60)
             threading.Timer(0.1, file.gate.opened.set).start()
@@ -302,7 +327,13 @@ def test_a_save_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
         thread = threading.Thread(target=lambda: torch.save(model.state_dict(), file))
         thread.start()
         assert file.gate.reached.wait(60)
-        with pytest.raises(PhaseError, match=r"torch.save in another thread still reads 'scored'.*call_deadline_seconds"):
+        with pytest.raises(
+            PhaseError,
+            match=r"torch.save in another thread "
+            r"still "
+            r"reads "
+            r"'scored'.*call_deadline_seconds",
+        ):
             manager.leave()
         file.gate.opened.set()
         thread.join()
@@ -315,7 +346,8 @@ def test_a_save_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
 
 
 def test_other_calls_are_not_waited_for() -> None:
-    """Of a module that stays, of one that is not registered, and of one whose forward has ended in an error."""
+    """Of a module that stays, of one that is not registered, and of one whose forward has ended in
+    an error."""
     with closing(make_manager(call_deadline_seconds=0)) as manager:
         leaving, staying, stranger = Gated(), Gated(), Gated()
         manager.register("leaving", leaving, role="reward")
@@ -328,7 +360,9 @@ def test_other_calls_are_not_waited_for() -> None:
             assert all(isinstance(call.end(), torch.Tensor) for call in calls)
 
 
-def test_a_call_that_ends_in_the_last_pause_before_the_deadline_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_ends_in_the_last_pause_before_the_deadline_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = iter([{1}, set[int]()])
     monkeypatch.setattr("placement.core.call_guard._threads_that_call", lambda _: next(seen))
     CallGuard(lambda *_: None, [nn.Linear(1, 1)], "net", 0.0).wait(time.monotonic())

@@ -1,4 +1,5 @@
-"""Weights in 16 bits that have no host copy of their own, because an optimizer has the float32 masters of which they are the cast."""
+"""Weights in 16 bits that have no host copy of their own, because an optimizer has the float32
+masters of which they are the cast."""
 
 from __future__ import annotations
 
@@ -75,9 +76,14 @@ def with_nan(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("change", "phase"),
-    [(written_by_hand, "log_prob"), *((each, "train") for each in (written_by_hand, Job.add_to_masters, loaded, with_nan))],
+    [
+        (written_by_hand, "log_prob"),
+        *((each, "train") for each in (written_by_hand, Job.add_to_masters, loaded, with_nan)),
+    ],
 )
-def test_weights_that_are_no_cast_are_copied_until_a_step_writes_them(job: Job, change: Callable[[Job], None], phase: str) -> None:
+def test_weights_that_are_no_cast_are_copied_until_a_step_writes_them(
+    job: Job, change: Callable[[Job], None], phase: str
+) -> None:
     job.train()
     with job.manager.phase(phase):
         change(job)
@@ -92,7 +98,11 @@ def test_weights_that_are_no_cast_are_copied_until_a_step_writes_them(job: Job, 
 
 def test_weights_that_are_nan_throughout_raise_and_stay(job: Job) -> None:
     job.train()
-    with pytest.raises(IntegrityError, match=r"0\.weight"), job.manager.phase("train"), torch.no_grad():
+    with (
+        pytest.raises(IntegrityError, match=r"0\.weight"),
+        job.manager.phase("train"),
+        torch.no_grad(),
+    ):
         job.model[0].weight.fill_(float("nan"))
     assert not job.is_cast
     assert job.actor.state_dict()["0.weight"].isnan().all()
@@ -100,7 +110,8 @@ def test_weights_that_are_nan_throughout_raise_and_stay(job: Job) -> None:
 
 
 def test_new_tensors_in_place_of_weights(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says once that nothing is saved any more, and what to do: to register both anew, and not the optimizer alone."""
+    """The log says once that nothing is saved any more, and what to do: to register both anew, and
+    not the optimizer alone."""
     with job.manager.phase("train"), torch.no_grad():
         job.write(lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2))
     for seed in range(2):
@@ -165,7 +176,8 @@ def test_weights_that_are_published_from_the_host_copy() -> None:
 
 
 def test_published_changes(job: Job) -> None:
-    """They are computed from what was published last. That is in a host copy only if the model stays on the device until it is trained."""
+    """They are computed from what was published last. That is in a host copy only if the model
+    stays on the device until it is trained."""
     job.train()
     receiver = Receiver(job.actor)
     with job.manager.phase("weight_sync") as phase:
@@ -182,8 +194,11 @@ def test_published_changes(job: Job) -> None:
     job.check()
 
 
-def test_a_read_in_another_thread_waits_for_the_end_of_the_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the masters, while pages of the weights have arrived and others have no memory, waits for nothing."""
+def test_a_read_in_another_thread_waits_for_the_end_of_the_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of the masters, while pages of the weights have arrived and others have no memory, waits
+    for nothing."""
     job = Job(device=SimulatedDevice(CAPACITY, chunk_bytes=4096))
     found, readers = list[torch.Tensor](), list[threading.Thread]()
     commit = CastStorage.commit_offload
@@ -198,12 +213,22 @@ def test_a_read_in_another_thread_waits_for_the_end_of_the_offload(monkeypatch: 
 
     with job.manager.phase("train"):
         job.learn()
-        wanted = torch.cat([p.detach().view(-1).view(torch.uint8) for p in job.model.parameters() if p.requires_grad])
+        wanted = torch.cat(
+            [
+                p.detach().view(-1).view(torch.uint8)
+                for p in job.model.parameters()
+                if p.requires_grad
+            ]
+        )
         monkeypatch.setattr(CastStorage, "commit_offload", commit_while_somebody_reads)
     readers[0].join()
     monkeypatch.undo()
     assert found[0][: WIDTH * WIDTH * 2].equal(wanted[: WIDTH * WIDTH * 2])
-    monkeypatch.setattr(CastStorage, "bring", lambda *its, bring=CastStorage.bring: (bring(*its), job.optimizer.state_dict())[0])
+    monkeypatch.setattr(
+        CastStorage,
+        "bring",
+        lambda *its, bring=CastStorage.bring: (bring(*its), job.optimizer.state_dict())[0],
+    )
     job.train(1)
     job.check()
 
@@ -298,7 +323,9 @@ def test_streamed_steps_make_the_weights_like_any_others(*, writes: bool) -> Non
 
 GOING: dict[str, Callable[[Job], object]] = {
     "cleared": lambda job: job.adam.state.clear(),
-    "replaced": lambda job: [state.update(master=torch.zeros_like(state["master"])) for state in job.adam.state.values()],
+    "replaced": lambda job: [
+        state.update(master=torch.zeros_like(state["master"])) for state in job.adam.state.values()
+    ],
     "unregistered": lambda job: job.manager.unregister("actor.optimizer"),
     "collected": lambda job: delattr(job, "adam"),
 }
@@ -336,8 +363,11 @@ def test_handing_back(how: str) -> None:
 
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync", "host", "reserve"])
 def test_any_failing_call(operation: str) -> None:
-    """In a round of phases calls of an operation fail once. No value is lost, and the next round is right."""
-    job = Job(device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))))
+    """In a round of phases calls of an operation fail once. No value is lost, and the next round is
+    right."""
+    job = Job(
+        device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096)))
+    )
 
     def round_of_phases(seed: int) -> None:
         with job.manager.phase("log_prob") as phase:
@@ -349,21 +379,31 @@ def test_any_failing_call(operation: str) -> None:
     round_of_phases(0)
     for at in calls_to_fail(device, operation, lambda: round_of_phases(1)):
         device.fail(operation, at=at)
-        with suppress(InjectedFault, HostMemoryError, placement.DeviceMemoryError, placement.BrokenHandleError):
+        with suppress(
+            InjectedFault, HostMemoryError, placement.DeviceMemoryError, placement.BrokenHandleError
+        ):
             round_of_phases(at)
         device.clear()
         job.check()
 
 
 @pytest.mark.parametrize(("forever", "lacks"), [(False, True), (True, True), (True, False)])
-def test_a_device_that_fails_in_an_offload_and_on_the_way_back(*, forever: bool, lacks: bool) -> None:
-    """If the memory that the weights gave up is not there any more, they end on the host, whole. If the device goes on failing, their
-    masters may be on the device then. State dicts show the host copy, in which the weights may be their cast."""
-    job = Job(device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))))
+def test_a_device_that_fails_in_an_offload_and_on_the_way_back(
+    *, forever: bool, lacks: bool
+) -> None:
+    """If the memory that the weights gave up is not there any more, they end on the host, whole. If
+    the device goes on failing, their masters may be on the device then. State dicts show the host
+    copy, in which the weights may be their cast."""
+    job = Job(
+        device=(device := Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096)))
+    )
     job.train()
     were_broken = 0
     for at in range(1, 20, 2):
-        with suppress(InjectedFault, placement.DeviceMemoryError, placement.BrokenHandleError), job.manager.phase("train"):
+        with (
+            suppress(InjectedFault, placement.DeviceMemoryError, placement.BrokenHandleError),
+            job.manager.phase("train"),
+        ):
             job.learn(at)
             device.fail("sync", at=at, forever=forever)
             if lacks:
@@ -388,8 +428,14 @@ def test_no_host_memory_for_a_copy_of_their_own(job: Job, monkeypatch: pytest.Mo
     job.check()
 
 
-def test_masters_that_are_loaded_without_the_weights_and_no_host_memory_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(policy=Scripted(eval=lambda view: view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})))
+def test_masters_that_are_loaded_without_the_weights_and_no_host_memory_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(
+        policy=Scripted(
+            eval=lambda view: view.total_plan({"actor.optimizer": placement.State.GPU_RESIDENT})
+        )
+    )
     job.train()
     with monkeypatch.context() as patched:
         patched.setattr("placement.devices.host.slab.available_bytes", lambda: 0)
@@ -441,7 +487,11 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     model = net()
     adam = MasterAdam(model[:3].parameters())
-    for actor, keywords in ((model, {"readonly": True}), (model, {"external": True}), (placement.Lazy(net), {})):
+    for actor, keywords in (
+        (model, {"readonly": True}),
+        (model, {"external": True}),
+        (placement.Lazy(net), {}),
+    ):
         with pytest.raises(RegistrationError, match="masters="):
             manager.register("actor", actor, masters=adam, **keywords)  # type: ignore[arg-type]
     with pytest.raises(RegistrationError, match="is no optimizer"):

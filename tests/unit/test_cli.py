@@ -11,14 +11,18 @@ import placement
 from placement.cli import COMMANDS, main
 
 
-def test_help_lists_every_command_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_and_the_version_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"placement {placement.__version__}\n"
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(name in text and summary in " ".join(text.split()) for name, summary in COMMANDS.items())
+    assert all(
+        name in text and summary in " ".join(text.split()) for name, summary in COMMANDS.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,9 @@ def test_help_lists_every_command_and_the_version_is_told(capsys: pytest.Capture
         ["demo", "--json", "no/such/directory/result.json"],
     ],
 )
-def test_a_mistake_on_the_command_line_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_on_the_command_line_exits_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
@@ -50,7 +56,8 @@ def test_an_error_of_placement_is_one_line_and_exits_1(capsys: pytest.CaptureFix
 def test_a_reader_that_stops_reading_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as output:  # closing it writes what was not written yet, as the end of the interpreter does
+    # closing it writes what was not written yet, as the end of the interpreter does
+    with os.fdopen(write, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         assert main(["explain"]) == 1
 

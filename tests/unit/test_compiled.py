@@ -1,4 +1,5 @@
-"""Calls of an offloaded module, whole or in part, eager or compiled in any way and at any time: refused, and compiled once."""
+"""Calls of an offloaded module, whole or in part, eager or compiled in any way and at any time:
+refused, and compiled once."""
 
 from __future__ import annotations
 
@@ -20,11 +21,18 @@ from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same, batch, learn, make_manager, net
 
 Call = Callable[[torch.Tensor], Any]
-REFUSED = r"^'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called: open .* manager\.phase\('log_prob'\) or phase\('train'\)$"
+REFUSED = (
+    r"^'actor' is CPU_OFFLOADED in phase 'idle' and cannot be "
+    r"called: "
+    r"open "
+    r".* "
+    r"manager\.phase\('log_prob'\) or phase\('train'\)$"
+)
 
 
 class Block(nn.Module):
-    """A module with a forward of its own, which dynamo compiles by itself; one of torch's is traced through its caller."""
+    """A module with a forward of its own, which dynamo compiles by itself; one of torch's is traced
+    through its caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +83,8 @@ def compiler(counter: CompileCounter | str, *, fullgraph: bool = False) -> Calla
 
 
 def registered(manager: Manager, model: nn.Module, make: Callable[[], Call], when: str) -> Call:
-    """What calls the model: made before it is registered, made and called before, or made after, in a phase or while it is offloaded."""
+    """What calls the model: made before it is registered, made and called before, or made after, in
+    a phase or while it is offloaded."""
     if when in ("after", "while offloaded"):
         manager.register("actor", model, role="actor")
         with manager.phase("log_prob") if when == "after" else contextlib.nullcontext():
@@ -97,7 +106,13 @@ def placed(make: Callable[[], Any]) -> tuple[CompileCounter, Manager, Any, torch
     return CompileCounter(), manager, model, wanted
 
 
-def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: CompileCounter, graphs: int | None = None) -> None:
+def assert_guarded(
+    manager: Manager,
+    call: Call,
+    wanted: torch.Tensor,
+    counter: CompileCounter,
+    graphs: int | None = None,
+) -> None:
     """Refused while offloaded, right in a phase, and compiled in the first phase only."""
     found: list[int] = []
     for _ in range(2):
@@ -115,13 +130,21 @@ def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: 
 
 @pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
 @pytest.mark.parametrize(
-    ("root", "when"), [("block", "after"), ("block", "before"), ("block", "while offloaded"), ("sequential", "called before")]
+    ("root", "when"),
+    [
+        ("block", "after"),
+        ("block", "before"),
+        ("block", "while offloaded"),
+        ("sequential", "called before"),
+    ],
 )
 def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, when: str) -> None:
     counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
     with torch.no_grad():
         wanted = model(batch())
-    call = registered(manager, model, of_root(compiler(counter, fullgraph=when == "after"), model)[form], when)
+    call = registered(
+        manager, model, of_root(compiler(counter, fullgraph=when == "after"), model)[form], when
+    )
     # Before 2.14 torch leaves the call of its own modules as it is.
     torch_compiles_it = form != "in place" or root == "block" or torch.__version__ >= (2, 14)
     assert_guarded(manager, call, wanted, counter, int(torch_compiles_it))
@@ -183,7 +206,9 @@ def test_training_compiled_by_aot_autograd() -> None:
 # --- eager
 
 
-@pytest.mark.parametrize("of", ["forward", "class's forward of a part", "part", "part's part", "functional_call"])
+@pytest.mark.parametrize(
+    "of", ["forward", ("class's forward of a part"), "part", "part's part", "functional_call"]
+)
 def test_what_passes_the_hooks_of_the_root_is_refused(of: str) -> None:
     manager, model = make_manager(), Stack()
     values = {name: torch.zeros_like(value) for name, value in model.named_parameters()}

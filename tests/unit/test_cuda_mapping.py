@@ -1,4 +1,5 @@
-"""What the CUDA device asks of the driver, on a driver of our own that refuses what the real one refuses."""
+"""What the CUDA device asks of the driver, on a driver of our own that refuses what the real one
+refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ SIZE = 4 * STEP
 class UnwatchedPoison:
     """Poison without the GPU that compares it."""
 
-    def __init__(self, driver: Driver, full: Chunk, tail: Chunk, view: Addresses, answer: None) -> None:
+    def __init__(
+        self, driver: Driver, full: Chunk, tail: Chunk, view: Addresses, answer: None
+    ) -> None:
         driver.api.fill_with_poison(view)
         self.chunks = SimpleNamespace(full=full, tail=tail)
         self.nbytes = full.nbytes + tail.nbytes
@@ -43,11 +46,19 @@ class UnwatchedPoison:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    for name, value in {"init": None, "synchronize": None, "Stream": None, "device_count": 1, "can_device_access_peer": True}.items():
+    for name, value in {
+        "init": None,
+        "synchronize": None,
+        "Stream": None,
+        "device_count": 1,
+        "can_device_access_peer": True,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
     monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
-    monkeypatch.setattr(CudaDevice, "_words", lambda self, nbytes: SimpleNamespace(host=torch.empty(0), device=None))
+    monkeypatch.setattr(
+        CudaDevice, "_words", lambda self, nbytes: SimpleNamespace(host=torch.empty(0), device=None)
+    )
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
     monkeypatch.setattr(pool, "reap", lambda: None)
     return fake
@@ -76,7 +87,9 @@ def expected(chunks: list[Chunk | None]) -> list[tuple[int, int | str]]:
     return found
 
 
-def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(device: CudaDevice, driver: FakeDriver) -> None:
+def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
     addresses, other = poisoned(device, 3 * SIZE + 2 * STEP), poisoned(device, 3 * SIZE + 2 * STEP)
     chunks = four(device)
     device.map(addresses, chunks)
@@ -89,7 +102,13 @@ def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(device: Cuda
     for call, maps in steps:
         driver.calls.clear()
         call()
-        assert driver.calls == {"cuCtxPushCurrent": 1, "cuCtxPopCurrent": 1, "cuMemUnmap": 1, "cuMemMap": maps, "cuMemSetAccess": 1}
+        assert driver.calls == {
+            "cuCtxPushCurrent": 1,
+            "cuCtxPopCurrent": 1,
+            "cuMemUnmap": 1,
+            "cuMemMap": maps,
+            "cuMemSetAccess": 1,
+        }
     driver.calls.clear()
     for _ in range(2):
         device.unmap(addresses, 3 * SIZE + 2 * STEP)
@@ -99,7 +118,9 @@ def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(device: Cuda
     assert driver.errors == 0
 
 
-def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevice, driver: FakeDriver) -> None:
+def test_random_changes_break_no_rule_and_everything_goes_back(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
     rng = random.Random(0)
     ranges, chunks = [poisoned(device, 3 * SIZE + 2 * STEP) for _ in range(2)], four(device)
     model: list[list[Chunk | None]] = [[None] * 4, [None] * 4]
@@ -107,10 +128,16 @@ def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevic
         which, slot = rng.randrange(2), rng.randrange(4)
         last = rng.randrange(slot, 4)
         if rng.random() < 0.5:
-            device.unmap(ranges[which], sum((SIZE, SIZE, SIZE, 2 * STEP)[slot : last + 1]), slot * SIZE)
+            device.unmap(
+                ranges[which], sum((SIZE, SIZE, SIZE, 2 * STEP)[slot : last + 1]), slot * SIZE
+            )
             model[which][slot : last + 1] = [None] * (last + 1 - slot)
         else:
-            free = [chunk for chunk in chunks if chunk not in model[0] + model[1] and (chunk.nbytes == SIZE) == (slot < 3)]
+            free = [
+                chunk
+                for chunk in chunks
+                if chunk not in model[0] + model[1] and (chunk.nbytes == SIZE) == (slot < 3)
+            ]
             taken = free[: min(last, 2 if slot < 3 else 3) + 1 - slot]
             if any(model[which][slot : slot + len(taken)]):
                 with pytest.raises(ValueError, match="other memory is behind"):
@@ -118,7 +145,9 @@ def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevic
             else:
                 device.map(ranges[which], taken, slot * SIZE)
                 model[which][slot : slot + len(taken)] = taken
-        assert [driver.behind(addresses) for addresses in ranges] == [expected(row) for row in model]
+        assert [driver.behind(addresses) for addresses in ranges] == [
+            expected(row) for row in model
+        ]
     assert driver.errors == 0
     del ranges, model, chunks, free, taken
     device.close()
@@ -126,7 +155,9 @@ def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevic
     assert driver.errors == 0
 
 
-def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, driver: FakeDriver) -> None:
+def test_a_short_chunk_before_poison_and_growth_of_a_range(
+    device: CudaDevice, driver: FakeDriver
+) -> None:
     addresses, short, full = device.reserve(SIZE + STEP), device.create(STEP), device.create(SIZE)
     device.unmap(addresses, STEP)
     device.unmap(addresses, 3 * STEP)
@@ -151,7 +182,9 @@ def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, d
 
 
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])
-def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeDriver, function: str) -> None:
+def test_what_the_driver_refuses_leaves_poison(
+    device: CudaDevice, driver: FakeDriver, function: str
+) -> None:
     addresses, chunks = poisoned(device, 3 * SIZE + 2 * STEP), four(device)
     device.map(addresses, chunks[:1])
     driver.refused = function
@@ -164,18 +197,28 @@ def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeD
     assert driver.behind(addresses) == expected([*chunks])
 
 
-def test_peers_may_access_what_is_mapped(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_may_access_what_is_mapped(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda peer, index: (peer, index) in {(0, 1), (2, 1), (1, 3)})
+    monkeypatch.setattr(
+        torch.cuda,
+        "can_device_access_peer",
+        lambda peer, index: (peer, index) in {(0, 1), (2, 1), (1, 3)},
+    )
     driver.in_use = {0, 1, 3}
     device = CudaDevice(1, chunk_bytes=SIZE)
     addresses = poisoned(device, SIZE + STEP)
     device.map(addresses, [device.create(SIZE)])
     assert len(driver.behind(addresses, devices=2)) == 2
-    assert [each.location.id for each in device._driver.access] == [1, 0], "not 2, which nobody uses; not 3, which cannot reach it"
+    assert [each.location.id for each in device._driver.access] == [1, 0], (
+        "not 2, which nobody uses; not 3, which cannot reach it"
+    )
 
 
-def test_a_range_that_dies_during_a_capture_goes_later(driver: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_that_dies_during_a_capture_goes_later(
+    driver: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     addresses = poisoned(device, SIZE)
     base = addresses.base
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: True)
@@ -199,11 +242,17 @@ def test_pinning_keeps_the_limit_and_gives_it_back(device: CudaDevice, driver: F
     first, second = slab(), slab()
     assert (first.pinned, driver.pinned) == (True, {first.address: nbytes})
     assert second.pageable_bytes == nbytes
-    assert f"pinned_limit_bytes is {nbytes:,}: {nbytes:,} bytes are pinned" in str(second.pageable_reason)
+    assert (f"pinned_limit_bytes is {nbytes:,}: {nbytes:,} bytes are pinned") in str(
+        second.pageable_reason
+    )
     del first
     assert driver.pinned == {}
     assert slab().pinned
-    assert (driver.pinned, getattr(driver.capture_mode, "value", "global"), driver.errors) == ({}, "global", 0)
+    assert (driver.pinned, getattr(driver.capture_mode, "value", "global"), driver.errors) == (
+        {},
+        "global",
+        0,
+    )
 
 
 @pytest.mark.parametrize(("is_tight", "chunk_bytes"), [(False, 256 << 20), (True, 128 << 20)])
@@ -215,13 +264,23 @@ def test_where_memory_was_portioned_out_chunks_are_smaller(
 
 
 @pytest.mark.parametrize("sees_a_gpu", [True, False])
-def test_on_rocm_nobody_is_told_to_install_something_for_cuda(monkeypatch: pytest.MonkeyPatch, sees_a_gpu: bool) -> None:
+def test_on_rocm_nobody_is_told_to_install_something_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, sees_a_gpu: bool
+) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(sees_a_gpu))
-    attempts = (Manager, lambda: Manager(device="cuda:0"), lambda: select_device("cuda"), lambda: CudaDevice(0))
+    attempts = (
+        Manager,
+        lambda: Manager(device="cuda:0"),
+        lambda: select_device("cuda"),
+        lambda: CudaDevice(0),
+    )
     for attempt in attempts:
-        with pytest.raises(PlacementError, match=r"ROCm 7\.0\.1.*does not support AMD GPUs yet.*SimulatedDevice") as caught:
+        with pytest.raises(
+            PlacementError,
+            match=r"ROCm 7\.0\.1.*does not support AMD GPUs yet.*SimulatedDevice",
+        ) as caught:
             attempt()
         assert "install" not in str(caught.value)
     with pytest.raises(ValueError, match="is not known"):
@@ -229,13 +288,20 @@ def test_on_rocm_nobody_is_told_to_install_something_for_cuda(monkeypatch: pytes
     Manager(device=SimulatedDevice(capacity_bytes=1 << 20)).close()
 
 
-def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_what_it_takes_is_told_what_to_install(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(PlacementError, match=r"no device cuda:5: .* sees 1 CUDA device"):
         CudaDevice(5)
     driver.has_virtual_memory = False
-    with pytest.raises(PlacementError, match=r"cuda:0: no virtual memory management .*NVIDIA driver"):
+    with pytest.raises(
+        PlacementError,
+        match=r"cuda:0: no virtual memory management .*NVIDIA driver",
+    ):
         CudaDevice(0)
-    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *_: (Result.CUDA_ERROR_INVALID_VALUE,), raising=False)
+    monkeypatch.setattr(
+        driver, "cuDeviceGetAttribute", lambda *_: (Result.CUDA_ERROR_INVALID_VALUE,), raising=False
+    )
     with pytest.raises(PlacementError, match=r"CUDA_ERROR_INVALID_VALUE.*NVIDIA driver"):
         Driver(0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -251,7 +317,9 @@ class Holder:
     held: object
 
 
-@pytest.mark.parametrize("order", ["all at once", "the device first", "closed, then the last tensor"])
+@pytest.mark.parametrize(
+    "order", ["all at once", "the device first", ("closed, then the last tensor")]
+)
 def test_what_dies_after_or_with_its_device_is_given_back(driver: FakeDriver, order: str) -> None:
     def used() -> tuple[CudaDevice, Addresses]:
         device = CudaDevice(0, chunk_bytes=SIZE)
@@ -280,7 +348,8 @@ def test_what_dies_after_or_with_its_device_is_given_back(driver: FakeDriver, or
 def test_two_threads_never_give_the_same_thing_back(
     device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """Driver calls let other threads run: here one that looks for the dead, too, while the first is in the driver."""
+    """Driver calls let other threads run: here one that looks for the dead, too, while the first is
+    in the driver."""
     addresses, chunk = poisoned(device, SIZE), device.create(SIZE)
     real, others = getattr(driver, function), []
 
@@ -298,11 +367,15 @@ def test_two_threads_never_give_the_same_thing_back(
     kept = device.create(STEP)  # a call of the device looks for the dead once more
     assert others
     assert kept.nbytes == STEP
-    assert (driver.calls["cuMemAddressFree"], driver.calls["cuMemRelease"]) == (before[0] + 1, before[1] + 1)
+    assert (driver.calls["cuMemAddressFree"], driver.calls["cuMemRelease"]) == (
+        before[0] + 1,
+        before[1] + 1,
+    )
     assert driver.errors == 0
 
 
-# --- which part of host memory carries which answer; what kernels wrote shows when the event is waited for
+# --- which part of host memory carries which answer; what kernels wrote shows when the event is
+# waited for
 
 NUM = NUM_BYTES // 8
 
@@ -326,11 +399,15 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Words]:
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        -(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_answers_are_right_in_any_order_while_their_memory_is_used_again(words: Words, dtype: torch.dtype) -> None:
+def test_answers_are_right_in_any_order_while_their_memory_is_used_again(
+    words: Words, dtype: torch.dtype
+) -> None:
     answers, draw = Answers(words, dtype), random.Random(0)  # type: ignore[arg-type]
     waiting: list[Any] = []
     read_again = []
@@ -345,11 +422,15 @@ def test_answers_are_right_in_any_order_while_their_memory_is_used_again(words: 
             answer = read()
             assert answer.equal(values)
             read_again.append((values, answer))
-    assert all(answer.equal(values) for values, answer in read_again), "an answer that was read belongs to the caller"
+    assert all(answer.equal(values) for values, answer in read_again), (
+        "an answer that was read belongs to the caller"
+    )
 
 
 @pytest.mark.parametrize(("count", "can_be_written"), [(0, True), (NUM + 1, True), (114, False)])
-def test_what_does_not_fit_or_cannot_be_written_goes_another_way(words: Words, count: int, can_be_written: bool) -> None:
+def test_what_does_not_fit_or_cannot_be_written_goes_another_way(
+    words: Words, count: int, can_be_written: bool
+) -> None:
     words.device = words.device if can_be_written else None
     answers, values = Answers(words, torch.int64), numbers(count, 0)  # type: ignore[arg-type]
     assert answers.ask(values)().equal(values)

@@ -1,4 +1,5 @@
-"""The real cuda-bindings has every name that placement uses and takes the arguments that it gives. Needs no GPU and no driver."""
+"""The real cuda-bindings has every name that placement uses and takes the arguments that it gives.
+Needs no GPU and no driver."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ for name, (arguments, values) in calls.items():
     except Exception as error:
         wrong[name] = repr(error)
     else:  # there is one, and nobody has initialised it: it touches nothing and says so
-        if not isinstance(outcome, tuple) or len(outcome) != 1 + values or not isinstance(outcome[0], api.CUresult):
+        if not isinstance(outcome, tuple) or len(outcome) != 1 + values:
+            wrong[name] = repr(outcome)
+        elif not isinstance(outcome[0], api.CUresult):
             wrong[name] = repr(outcome)
 print(json.dumps({"wrong": wrong, "called": list(calls)}))
 """
@@ -78,7 +81,9 @@ print(json.dumps({"wrong": wrong, "called": list(calls)}))
 
 @pytest.fixture(scope="module")
 def api() -> ModuleType:
-    module: ModuleType = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    module: ModuleType = pytest.importorskip(
+        "cuda.bindings.driver", reason="cuda-bindings is not installed"
+    )
     return module
 
 
@@ -103,7 +108,9 @@ def test_every_name_in_use_is_there(api: ModuleType) -> None:
 
 
 def test_every_function_takes_the_arguments_that_it_is_given(api: ModuleType) -> None:
-    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["wrong"] == {}

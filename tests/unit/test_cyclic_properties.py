@@ -1,4 +1,5 @@
-"""The policy `cyclic` on random cycles: as little moves as in the best plan, never more than under `colocated`, and a manager agrees.
+"""The policy `cyclic` on random cycles: as little moves as in the best plan, never more than under
+`colocated`, and a manager agrees.
 
 With SWEEP=all more cycles, and such with more plans to look at.
 """
@@ -32,7 +33,11 @@ def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated
     for _ in range(250):
         cycle = Cycle.drawn(rng, most_gaps=18 if SWEEP and part % 4 == 0 else 14)
         cyclic, colocated = cycle.policies()
-        found, least, simple = steady(cycle, cyclic), best(cycle), steady(cycle, colocated, warm_up=1)
+        found, least, simple = (
+            steady(cycle, cyclic),
+            best(cycle),
+            steady(cycle, colocated, warm_up=1),
+        )
         assert found.waited <= least.waited, cycle
         assert found.total <= least.total, cycle
         assert found.waited <= simple.waited, cycle
@@ -42,7 +47,8 @@ def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated
 
 @pytest.mark.parametrize("seed", range(40 if SWEEP else 1))
 def test_whatever_comes_nobody_waits_longer_than_under_colocated(seed: int) -> None:
-    """Phases in the wrong order, left out, put in: what was waited for until now is never more, from the first phase on."""
+    """Phases in the wrong order, left out, put in: what was waited for until now is never more,
+    from the first phase on."""
     rng = random.Random(f"disturbed {seed}")
     for _ in range(10):
         cycle = Cycle.drawn(rng)
@@ -68,11 +74,15 @@ def _disturbed(rng: random.Random, phases: tuple[str, ...]) -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(40 if SWEEP else 2))
 def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
     cycle = Cycle.drawn(random.Random(f"real {seed}"), most_handles=5)
-    handles = tuple(replace(h, num_bytes=h.num_bytes * CHUNK, can_prefetch=True) for h in cycle.handles)
+    handles = tuple(
+        replace(h, num_bytes=h.num_bytes * CHUNK, can_prefetch=True) for h in cycle.handles
+    )
     cycle = replace(cycle, handles=handles, budget_bytes=cycle.budget_bytes * CHUNK)
     simulator = Simulator(cycle, cycle.policies()[0])
     manager = placement.Manager(
-        device=SimulatedDevice(cycle.budget_bytes, chunk_bytes=CHUNK), policy=cycle.policies()[0], budget_bytes=cycle.budget_bytes
+        device=SimulatedDevice(cycle.budget_bytes, chunk_bytes=CHUNK),
+        policy=cycle.policies()[0],
+        budget_bytes=cycle.budget_bytes,
     )
     modules = {h.name: torch.nn.Module() for h in handles}
     for h in handles:
@@ -88,22 +98,29 @@ def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
             step.switch(phase)
             moved = simulator.enter(phase)
             assert _copied([*manager.journal][seen:]) == moved[3:]
-            assert {name: h.state for name, h in manager.handles.items()} == {name: h.state for name, h in simulator.views.items()}
+            assert {name: h.state for name, h in manager.handles.items()} == {
+                name: h.state for name, h in simulator.views.items()
+            }
             assert _arrived(manager) == sum(h.prefetched_bytes for h in simulator.views.values())
         manager.check_integrity()
     for name, module in modules.items():
-        assert set(manager.handles[name].state_dict()["weight"].tolist()) == {float(trained[name])}, module
+        assert set(manager.handles[name].state_dict()["weight"].tolist()) == {
+            float(trained[name])
+        }, module
     assert manager.snapshot().prefetch_discarded_bytes == 0
     manager.close()
 
 
 def _copied(records: list[Record]) -> tuple[int, int]:
-    """Bytes that loads copied in the phase transition, and bytes that offloads copied then or later."""
+    """Bytes that loads copied in the phase transition, and bytes that offloads copied then or
+    later."""
     loads = sum(record.nbytes for record in records if record.trigger == "load")
     return loads, sum(record.nbytes for record in records if record.trigger == "offload")
 
 
-def _train(cycle: Cycle, phase: str, modules: dict[str, torch.nn.Module], trained: dict[str, int]) -> None:
+def _train(
+    cycle: Cycle, phase: str, modules: dict[str, torch.nn.Module], trained: dict[str, int]
+) -> None:
     for name, state in cycle.needs[phase].items():
         if state is State.TRAINING:
             trained[name] += 1

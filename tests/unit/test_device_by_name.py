@@ -58,14 +58,24 @@ def test_a_device_of_another_package_is_found_by_name(name: str) -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_an_error_names_the_entry_point() -> None:
-    with pytest.raises(placement.PlacementError, match=r"device 'broken:0': entry point 'broken'.*lab_devices:broken.*no driver"):
+    with pytest.raises(
+        placement.PlacementError,
+        match=r"device 'broken:0': entry point 'broken'.*lab_devices:broken.*no driver",
+    ):
         placement.Manager(device="broken:0")
-    with pytest.raises(placement.PlacementError, match=r"gave 'wrong', which is no placement Device"):
+    with pytest.raises(
+        placement.PlacementError, match=r"gave 'wrong', which is no placement Device"
+    ):
         placement.Manager(device="wrong")
 
 
 def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
-    for given, name in ((torch.device("cuda", 1), "cuda:1"), (torch.device("cuda"), "cuda"), (2, "cuda:2"), ("auto", "auto")):
+    for given, name in (
+        (torch.device("cuda", 1), "cuda:1"),
+        (torch.device("cuda"), "cuda"),
+        (2, "cuda:2"),
+        ("auto", "auto"),
+    ):
         assert name_or_device(given) == name
     device = SimulatedDevice(1 << 20)
     assert name_or_device(device) is device
@@ -73,7 +83,12 @@ def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
 
 def test_the_capacity_of_a_simulated_device_as_text() -> None:
     assert SimulatedDevice(capacity_bytes="1.5MiB").capacity_bytes == 3 << 19
-    for wrong, error in (("much", ValueError), (1.5, TypeError), (None, TypeError), (True, TypeError)):
+    for wrong, error in (
+        ("much", ValueError),
+        (1.5, TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ):
         with pytest.raises(error, match=r"capacity_bytes.* is not a number of bytes; write"):
             SimulatedDevice(capacity_bytes=wrong)  # type: ignore[arg-type]
 
@@ -85,14 +100,23 @@ NO_GPU = r'no CUDA device.*device="simulated:1GiB" .*PLACEMENT_DEVICE=.*Simulate
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        *((name, ValueError, "simulated:64MiB") for name in ("simulated", "simulated:much", "simulated:-1")),
-        *((name, ValueError, f"device '{name}' is not known") for name in ("cuda:x", "auto:0", "cuda:")),
+        *(
+            (name, ValueError, "simulated:64MiB")
+            for name in ("simulated", "simulated:much", "simulated:-1")
+        ),
+        *(
+            (name, ValueError, (f"device '{name}' is not known"))
+            for name in ("cuda:x", "auto:0", "cuda:")
+        ),
         *((each, TypeError, NO_DEVICE) for each in (None, True, 1.5, ["cuda:0"], SimulatedDevice)),
         *(
             (each, ValueError, r"device 'cpu.*' is host memory.*PLACEMENT_DEVICE=simulated:1GiB")
             for each in ("cpu", "cpu:0", torch.device("cpu"))
         ),
-        *((each, placement.PlacementError, NO_GPU) for each in ("auto", "cuda:0", torch.device("cuda", 0), 0)),
+        *(
+            (each, placement.PlacementError, NO_GPU)
+            for each in ("auto", "cuda:0", torch.device("cuda", 0), 0)
+        ),
     ],
 )
 def test_what_cannot_be_had_is_told_what_to_write(

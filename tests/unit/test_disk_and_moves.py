@@ -1,4 +1,5 @@
-"""Host copies on disk, beside everything else that reads or writes a host copy: nothing reads what is not there, nothing is lost."""
+"""Host copies on disk, beside everything else that reads or writes a host copy: nothing reads what
+is not there, nothing is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ROOM = 64 << 20
 
 
 def disk_worker(folder: Path, wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
-    """A worker that has learnt for a step, on a device whose copies happen when somebody waits for them."""
+    """A worker that has learnt for a step, on a device whose copies happen when somebody waits for
+    them."""
     return late_worker(wanted, **{"host_limit_bytes": ROOM, "disk_directory": folder, **keywords})
 
 
@@ -58,14 +60,17 @@ def test_what_is_on_disk_does_not_arrive_early_and_nobody_waits_for_it(tmp_path:
         assert_same(dict(worker.critic_net.state_dict()), dict(wanted))
         step.switch("log_prob")
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
-        assert not any(spill.may_leave for spill in spills_of(worker.manager, "critic"))  # as long as chunks of it are early
+        # as long as chunks of it are early
+        assert not any(spill.may_leave for spill in spills_of(worker.manager, "critic"))
     end(worker, tmp_path)
 
 
 # --- streamed steps
 
 
-def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(tmp_path: Path) -> None:
+def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(
+    tmp_path: Path,
+) -> None:
     pair = Pair(adamw, host_limit_bytes=ROOM, disk_directory=tmp_path)
     pair.step(0)
     with pair.manager.phase("train"):
@@ -73,7 +78,13 @@ def test_a_streamed_step_of_state_that_came_back_wrong_is_refused_and_names_it(t
         damage(spill, 0)
         before = {name: tensor.clone() for name, tensor in pair.net.state_dict().items()}
         pair.net(torch.tensor([1])).backward()
-        problem = r"of the host copy of 'adam' came back from .* with other bytes than were written there"
+        problem = (
+            r"of the host copy of 'adam' came back from .* with other bytes "
+            r"than "
+            r"were "
+            r"written "
+            r"there"
+        )
         for _ in range(2):
             with pytest.raises(IntegrityError, match=problem):
                 pair.optimizer.step()
@@ -95,7 +106,9 @@ def test_a_checkpoint_while_the_bytes_are_on_the_device_alone(tmp_path: Path) ->
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam, 5)
         wanted = copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict()))
-        assert {spill.place for spill in send_to_disk(worker.manager, "actor", "actor.optimizer")} == {Place.NOWHERE}
+        assert {
+            spill.place for spill in send_to_disk(worker.manager, "actor", "actor.optimizer")
+        } == {Place.NOWHERE}
         writing = placement.checkpoint.async_save(worker.manager, saved)
         learn(worker.net, worker.adam, 6)
         writing.result()
@@ -110,14 +123,36 @@ def test_a_checkpoint_while_the_bytes_are_on_the_device_alone(tmp_path: Path) ->
 # --- the folder
 
 
-def test_a_folder_that_is_missing_or_not_writable_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_not_writable_is_refused_before_anything_is_made(
+    tmp_path: Path,
+) -> None:
     before = threading.active_count()
-    with pytest.raises(ValueError, match=r"disk_directory .*nowhere' is no folder; set disk_directory to a folder on a local disk"):
-        Manager(device=SimulatedDevice(CAPACITY), host_limit_bytes=ROOM, disk_directory=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"disk_directory '/proc': .*set disk_directory to a folder on a local disk that this process may"):
+    with pytest.raises(
+        ValueError,
+        match=r"disk_directory .*nowhere' is no "
+        r"folder; "
+        r"set "
+        r"disk_directory "
+        r"to a folder on a local disk",
+    ):
+        Manager(
+            device=SimulatedDevice(CAPACITY),
+            host_limit_bytes=ROOM,
+            disk_directory=tmp_path / "nowhere",
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"disk_directory '/proc': .*set disk_directory "
+        r"to "
+        r"a "
+        r"folder on a local disk that this "
+        r"process may",
+    ):
         Manager(device=SimulatedDevice(CAPACITY), host_limit_bytes=ROOM, disk_directory="/proc")
     assert threading.active_count() <= before
-    manager = Manager.from_settings({"device": "simulated:1MiB", "host_limit_bytes": "1GiB", "disk_directory": str(tmp_path)})
+    manager = Manager.from_settings(
+        {"device": "simulated:1MiB", "host_limit_bytes": "1GiB", "disk_directory": str(tmp_path)}
+    )
     assert isinstance(tier_of(manager), DiskTier)
     manager.close()
 
@@ -125,8 +160,11 @@ def test_a_folder_that_is_missing_or_not_writable_is_refused_before_anything_is_
 # --- a manager that nobody closed
 
 
-def test_a_manager_that_is_collected_on_the_keepers_own_thread_is_closed_beside_it(tmp_path: Path) -> None:
-    """Closing needs what is on disk, which the thread on which the collection happens would have to read."""
+def test_a_manager_that_is_collected_on_the_keepers_own_thread_is_closed_beside_it(
+    tmp_path: Path,
+) -> None:
+    """Closing needs what is on disk, which the thread on which the collection happens would have to
+    read."""
     worker = disk_worker(tmp_path, {})
     send_to_disk(worker.manager, "ref")
     reference, wanted = worker.ref_net, copy.deepcopy(worker.ref_values)

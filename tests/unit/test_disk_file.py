@@ -1,4 +1,5 @@
-"""Files that take the bytes of slabs, and slabs whose memory goes back to the system, whatever the kernel answers."""
+"""Files that take the bytes of slabs, and slabs whose memory goes back to the system, whatever the
+kernel answers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slab_of(nbytes: int) -> Slab:
     slab = Slab(nbytes)
-    slab.view(0, nbytes).copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    slab.view(0, nbytes).copy_(
+        torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
+    )
     return slab
 
 
@@ -111,10 +116,18 @@ def test_a_full_disk_shows_before_a_byte_is_written(tmp_path: Path) -> None:
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
-def test_short_calls_are_continued_and_a_file_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_continued_and_a_file_that_ends_early_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, read = os.pwritev, os.preadv
-    monkeypatch.setattr(os, "pwritev", lambda file, parts, offset: write(file, [memoryview(parts[0])[:4096]], offset))
-    monkeypatch.setattr(os, "preadv", lambda file, parts, offset: read(file, [memoryview(parts[0])[:4096]], offset))
+    monkeypatch.setattr(
+        os,
+        "pwritev",
+        lambda file, parts, offset: write(file, [memoryview(parts[0])[:4096]], offset),
+    )
+    monkeypatch.setattr(
+        os, "preadv", lambda file, parts, offset: read(file, [memoryview(parts[0])[:4096]], offset)
+    )
     round_trip(tmp_path, 3 * BLOCK)
     source, file = slab_of(4 * BLOCK), DiskFile(tmp_path, "a", 4 * BLOCK)
     file.write(source.address)
@@ -123,8 +136,11 @@ def test_short_calls_are_continued_and_a_file_that_ends_early_is_an_error(tmp_pa
         file.read(source.address)
 
 
-def test_it_stops_when_it_is_told_to_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_file, "DEPTH", 1)  # else the other threads may have done everything before it is told
+def test_it_stops_when_it_is_told_to_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # else the other threads may have done everything before it is told
+    monkeypatch.setattr(disk_file, "DEPTH", 1)
     monkeypatch.setattr(disk_file, "_CHECKING", 0)
     source = slab_of(64 * BLOCK)
     file = DiskFile(tmp_path, "a", 64 * BLOCK)
@@ -146,7 +162,9 @@ def resident_bytes(slab: Slab) -> int:
     return PAGE * sum(each & 1 for each in pages)
 
 
-def test_the_pages_are_there_untouched_are_really_freed_and_come_back_at_the_same_addresses() -> None:
+def test_the_pages_are_there_untouched_are_really_freed_and_come_back_at_the_same_addresses() -> (
+    None
+):
     slab = Slab(MIB)
     view = slab.view(8, 8)
     assert resident_bytes(slab) == slab.nbytes == slab.held_bytes
@@ -190,7 +208,9 @@ def broken() -> bool:
     raise ValueError("broken")
 
 
-def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_come_back_stays_released_and_pins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pinned: dict[int, int] = {}
     slab = Slab(MIB, pinned.__setitem__, pinned.pop)
     slab.ready.wait()
@@ -206,7 +226,14 @@ def test_what_cannot_come_back_stays_released_and_pins_nothing(monkeypatch: pyte
     assert not slab.renew(lambda: False)
     with monkeypatch.context() as patched:
         patched.setattr(slab_module, "available_bytes", lambda: MIB - 1)
-        with pytest.raises(HostMemoryError, match=r"asked for 1,048,576 bytes of a host copy that had left it, 1,048,575 available"):
+        with pytest.raises(
+            HostMemoryError,
+            match=r"asked for 1,048,576 bytes of a "
+            r"host "
+            r"copy "
+            r"that "
+            r"had left it, 1,048,575 available",
+        ):
             slab.renew()
     assert (slab.held_bytes, resident_bytes(slab), pinned) == (0, 0, {})
     slab.renew(lambda: True)

@@ -1,4 +1,5 @@
-"""Host copies beyond the limit are on disk: values, bytes, what a reader sees, and what happens when the disk fails."""
+"""Host copies beyond the limit are on disk: values, bytes, what a reader sees, and what happens
+when the disk fails."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from torch import nn
 
 import placement
 from placement import State
-from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError, RegistrationError
+from placement.core.errors import (
+    BrokenHandleError,
+    HostMemoryError,
+    IntegrityError,
+    RegistrationError,
+)
 from placement.devices.host import disk_file
 from placement.testing import SimulatedDevice
 from tests.support.disk import damage, send_to_disk, settle
@@ -40,7 +46,9 @@ class Worker:
     """An actor with its optimizer, a reference and a critic."""
 
     def __init__(self, **settings: Any) -> None:
-        self.manager = placement.Manager(device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK, granularity=PAGE), **settings)
+        self.manager = placement.Manager(
+            device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK, granularity=PAGE), **settings
+        )
         self.has_tier = settings.get("host_copies") != "reserved"
         self.models = {name: model(seed) for seed, name in enumerate(("actor", "ref", "critic"))}
         self.adam = torch.optim.AdamW(self.models["actor"].parameters(), lr=1e-2)
@@ -101,17 +109,27 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 # --- a run
 
 
-def test_a_job_runs_bit_by_bit_with_less_host_memory_than_its_host_copies_take(worker: Worker) -> None:
+def test_a_job_runs_bit_by_bit_with_less_host_memory_than_its_host_copies_take(
+    worker: Worker,
+) -> None:
     for _ in range(5):
         worker.step()
         assert worker.host_bytes <= LIMIT_BYTES
         assert sum(handle.disk_bytes for handle in worker.handles.values()) > 0
     for name in ("ref", "critic"):  # what does not change is written once
         assert worker.handles[name].counters.spilled_bytes <= MODEL_BYTES
-    assert worker.handles["ref"].counters.disk_read_bytes + worker.handles["critic"].counters.disk_read_bytes > MODEL_BYTES
+    assert (
+        worker.handles["ref"].counters.disk_read_bytes
+        + worker.handles["critic"].counters.disk_read_bytes
+        > MODEL_BYTES
+    )
     snapshot = worker.manager.snapshot()
     assert sum(handle.spilled_bytes for handle in snapshot.handles) > 0
-    assert snapshot.since(snapshot)["placement/disk_bytes"] == sum(handle.disk_bytes for handle in snapshot.handles) > 0
+    assert (
+        snapshot.since(snapshot)["placement/disk_bytes"]
+        == sum(handle.disk_bytes for handle in snapshot.handles)
+        > 0
+    )
     worker.check_values()
     worker.manager.check_integrity()
     assert worker.manager.audit().ok
@@ -130,12 +148,17 @@ def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path
     def read(name: str, want: dict[str, torch.Tensor]) -> None:
         while not is_over.is_set():
             shown = worker.handles[name].state_dict()
-            wrong.extend(name for key, value in want.items() if not torch.equal(shown[key].cpu(), value))
+            wrong.extend(
+                name for key, value in want.items() if not torch.equal(shown[key].cpu(), value)
+            )
             del shown
             counts[name] += 1
 
     # The values are made here, because threads share torch's generator.
-    threads = [threading.Thread(target=read, args=(name, model(seed).state_dict())) for name, seed in (("ref", 1), ("critic", 2))]
+    threads = [
+        threading.Thread(target=read, args=(name, model(seed).state_dict()))
+        for name, seed in (("ref", 1), ("critic", 2))
+    ]
     for thread in threads:
         thread.start()
     for _ in range(6):
@@ -154,12 +177,22 @@ def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path
 # --- what a limit means
 
 
-def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(tmp_path: Path) -> None:
-    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=3 * MODEL_BYTES - 1, disk_directory=tmp_path)
+def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(
+    tmp_path: Path,
+) -> None:
+    manager = placement.Manager(
+        device=SimulatedDevice(8 * MIB),
+        host_limit_bytes=3 * MODEL_BYTES - 1,
+        disk_directory=tmp_path,
+    )
     actor = model(0)
-    with pytest.raises(HostMemoryError, match=r"'large' needs .* host_limit_bytes is .*\n  handle +in host memory"):
+    with pytest.raises(
+        HostMemoryError,
+        match=r"'large' needs .* host_limit_bytes is .*\n  handle +in host memory",
+    ):
         manager.register("large", model(0, width=256), role="ref")
-    with pytest.raises(RegistrationError, match="shared memory"):  # before others would make room for it
+    # before others would make room for it
+    with pytest.raises(RegistrationError, match="shared memory"):
         manager.register("large", model(0, width=256).share_memory(), role="ref")
     assert manager.handles == {}
     manager.register("actor", actor, role="actor")
@@ -170,7 +203,9 @@ def test_a_handle_that_never_fits_beside_what_it_steps_is_refused_with_a_table(t
     manager.close()
 
 
-def test_what_is_needed_at_once_goes_over_the_limit_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_needed_at_once_goes_over_the_limit_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = Worker(host_limit_bytes=3 * MODEL_BYTES, disk_directory=tmp_path)
     shown = [worker.handles[name].state_dict() for name in worker.handles]
     assert worker.host_bytes > 3 * MODEL_BYTES
@@ -186,11 +221,19 @@ def test_what_is_needed_at_once_goes_over_the_limit_and_says_so_once(tmp_path: P
 
 
 @pytest.mark.parametrize("reader", ["phase", "unregister"])
-def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Worker, reader: str) -> None:
+def test_other_bytes_than_were_written_are_an_error_that_names_them(
+    worker: Worker, reader: str
+) -> None:
     (spill,) = send_to_disk(worker.manager, "critic")
     path = spill._file.path
     damage(spill, CHUNK + PAGE)
-    words = rf"chunk 1 of {MODEL_BYTES // CHUNK} of the host copy of 'critic' came back from {path} with other bytes"
+    words = (
+        rf"chunk 1 of {MODEL_BYTES // CHUNK} of the host copy of 'critic' came "
+        r"back "
+        r"from "
+        rf"{path} "
+        r"with other bytes"
+    )
 
     def read() -> None:
         if reader == "phase":
@@ -207,8 +250,12 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
     if "critic" in worker.manager.handles:  # else the phase has completed what was begun
         worker.manager.unregister("critic")
     weights = [*worker.models["critic"].parameters()]
-    assert any(weight.isnan().any() for weight in weights)  # nobody takes the lost values for good ones
-    assert any(torch.equal(weight, good) for weight, good in zip(weights, model(2).parameters(), strict=True))
+    # nobody takes the lost values for good ones
+    assert any(weight.isnan().any() for weight in weights)
+    assert any(
+        torch.equal(weight, good)
+        for weight, good in zip(weights, model(2).parameters(), strict=True)
+    )
     worker.models["critic"].load_state_dict(model(2).state_dict())
     worker.manager.register("critic", worker.models["critic"], role="critic")
     worker.handles = worker.manager.handles
@@ -216,7 +263,9 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
     worker.check_values()
 
 
-def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send_to_disk(worker.manager, "critic")
 
     def refused(*_: Any) -> int:
@@ -234,10 +283,14 @@ def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, 
 
 
 def test_early_chunks_make_way_for_a_registration(tmp_path: Path) -> None:
-    """A host copy some of whose chunks are early stays in host memory, so none would have had room for the third model."""
+    """A host copy some of whose chunks are early stays in host memory, so none would have had room
+    for the third model."""
     limit_bytes = 5 * MODEL_BYTES - PAGE
     manager = placement.Manager(
-        device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK), policy="cyclic", host_limit_bytes=limit_bytes, disk_directory=tmp_path
+        device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK),
+        policy="cyclic",
+        host_limit_bytes=limit_bytes,
+        disk_directory=tmp_path,
     )
     models = [model(seed) for seed in range(3)]
     optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
@@ -248,7 +301,10 @@ def test_early_chunks_make_way_for_a_registration(tmp_path: Path) -> None:
             models[index](torch.ones(2, 128)).square().mean().backward()
             optimizers[index].step()
             optimizers[index].zero_grad()
-    assert sum(handle.storage.prefetched_bytes for handle in manager.handles.values()) >= 2 * MODEL_BYTES
+    assert (
+        sum(handle.storage.prefetched_bytes for handle in manager.handles.values())
+        >= 2 * MODEL_BYTES
+    )
     manager.register("model2", models[2], role="actor")
     assert sum(handle.host_bytes for handle in manager.handles.values()) <= limit_bytes
     with manager.phase("log_prob", only=["model2"]):
@@ -263,7 +319,14 @@ class Staying(Worker):
     """A worker whose models all stay on the device, under `resident`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"policy": "resident", "budget_bytes": 8 * MIB, "host_copies": "while_needed", **settings})
+        super().__init__(
+            **{
+                "policy": "resident",
+                "budget_bytes": 8 * MIB,
+                "host_copies": "while_needed",
+                **settings,
+            }
+        )
 
     def sizes(self) -> dict[str, int]:
         return {name: handle.host_bytes for name, handle in self.handles.items()}
@@ -284,7 +347,8 @@ def test_what_stays_on_the_device_gives_its_host_copy_back() -> None:
     reserved.manager.close()
     worker = Staying()
     before = worker.sizes()
-    assert worker.rest() == {"actor": 0, "ref": before["ref"], "critic": 0, "adam": 0}  # a readonly one is never copied back
+    # a readonly one is never copied back
+    assert worker.rest() == {"actor": 0, "ref": before["ref"], "critic": 0, "adam": 0}
     for _ in range(2):
         worker.step()
     assert worker.manager.snapshot().disk_wait_seconds == 0
@@ -297,20 +361,30 @@ def test_what_stays_on_the_device_gives_its_host_copy_back() -> None:
     assert_same(dict(worker.models["actor"].state_dict()), dict(worker.twin.state_dict()))
 
 
-def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_needs_it_all_at_once_waits_for_it_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", "placement")
     worker = Staying()
     worker.rest()
     large = nn.Linear(1024, 1980, bias=False)
-    worker.manager.register("large", large, role="reward")  # so large that trained models have to leave for it
+    # so large that trained models have to leave for it
+    worker.manager.register("large", large, role="reward")
     with worker.manager.phase("reward"):
-        away = [handle for name, handle in worker.handles.items() if name != "large" and handle.state is State.CPU_OFFLOADED]
+        away = [
+            handle
+            for name, handle in worker.handles.items()
+            if name != "large" and handle.state is State.CPU_OFFLOADED
+        ]
         assert {"actor", "critic", "adam"} & {handle.name for handle in away}
         assert all(handle.host_bytes for handle in away)
         worker.check_values()
     assert worker.manager.snapshot().disk_wait_seconds > 0
-    assert any("host memory that had been given back" in record.getMessage() for record in caplog.records)
-    for repeat in range(5):  # from the second time on it is expected, and taken again in the background
+    assert any(
+        "host memory that had been given back" in record.getMessage() for record in caplog.records
+    )
+    # from the second time on it is expected, and taken again in the background
+    for repeat in range(5):
         if repeat == 2:
             waited = worker.manager.snapshot().disk_wait_seconds
         with worker.manager.phase("train") as step:

@@ -1,4 +1,5 @@
-"""Forecasts against the real manager on a simulated device: every byte, and the seconds of a simulated link."""
+"""Forecasts against the real manager on a simulated device: every byte, and the seconds of a
+simulated link."""
 
 from __future__ import annotations
 
@@ -30,9 +31,19 @@ transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
 RATE = 1e8
-DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-QWEN2 = transformers.Qwen2Config(**DECODER, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
-LLAMA = transformers.LlamaConfig(**DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+DECODER = {
+    "vocab_size": 768,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+QWEN2 = transformers.Qwen2Config(
+    **DECODER, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
+)
+LLAMA = transformers.LlamaConfig(
+    **DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+)
 OPTIMIZERS: Mapping[str, Any] = {
     "adamw": torch.optim.AdamW,
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -65,27 +76,46 @@ class Case:
         return None if self.limit is None else int(self.limit * MIB)
 
     def device(self, rate: float | None = None) -> SimulatedDevice:
-        return SimulatedDevice(1 << 30, chunk_bytes=self.chunk_bytes, bandwidth_bytes_per_second=rate)
+        return SimulatedDevice(
+            1 << 30, chunk_bytes=self.chunk_bytes, bandwidth_bytes_per_second=rate
+        )
 
 
-LLAMA_PPO: dict[str, Any] = {"config": LLAMA, "cycle": CYCLES["ppo"], "roles": {**PPO, "critic": "sgd-momentum"}}
+LLAMA_PPO: dict[str, Any] = {
+    "config": LLAMA,
+    "cycle": CYCLES["ppo"],
+    "roles": {**PPO, "critic": "sgd-momentum"},
+}
 CASES = {
     "GRPO, colocated": Case(QWEN2),
     "PPO, resident, a budget": Case(policy="resident", budget=6_500_000, **LLAMA_PPO),
     "PPO, gradients move with their model": Case(keeps_gradients=True, **LLAMA_PPO),
     "gradients are dropped": Case(QWEN2, "colocated(drop_gradients=True)", keeps_gradients=True),
     "weights are streamed": Case(QWEN2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
-    "an engine of its own, resident": Case(QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}),
+    "an engine of its own, resident": Case(
+        QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
+    ),
     "GRPO, the least host memory": Case(limit=6.5),
     "PPO, 3 MiB of host memory short": Case(limit=13, cycle=CYCLES["ppo"], roles=PPO),
     "host memory short, resident, a budget": Case(
-        None, "resident", ("train", "ref_log_prob", "train", "rollout", "weight_sync"), limit=6.5, budget=6 * MIB
+        None,
+        "resident",
+        ("train", "ref_log_prob", "train", "rollout", "weight_sync"),
+        limit=6.5,
+        budget=6 * MIB,
     ),
     "host memory short, the optimizer in its step": Case(
-        None, "colocated(optimizer_in='optimizer_step')", ("log_prob", "train", "optimizer_step"), limit=6.5
+        None,
+        "colocated(optimizer_in='optimizer_step')",
+        ("log_prob", "train", "optimizer_step"),
+        limit=6.5,
     ),
     "host memory short, streamed steps, two optimizers": Case(
-        None, "colocated('streamed')", ("checkpoint", "values", "reward", "train"), limit=12, roles=PPO
+        None,
+        "colocated('streamed')",
+        ("checkpoint", "values", "reward", "train"),
+        limit=12,
+        roles=PPO,
     ),
 }
 
@@ -101,7 +131,8 @@ class SleepingEngine(TaggedEngine):
 
 
 class LinkClock:
-    """A clock that only waiting moves on, so that a simulated link's seconds are measured without those of the processor."""
+    """A clock that only waiting moves on, so that a simulated link's seconds are measured without
+    those of the processor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the simulated device wait by this clock, and phase transitions measure by it."""
@@ -118,7 +149,8 @@ class LinkClock:
 
 @dataclass(frozen=True)
 class MeasuredPhase:
-    """One phase: what the handles hold after the phase transition at its beginning, and what has moved when its work is done."""
+    """One phase: what the handles hold after the phase transition at its beginning, and what has
+    moved when its work is done."""
 
     phase: str
     handle_bytes: Mapping[str, int]
@@ -130,15 +162,21 @@ class MeasuredPhase:
 
 
 def steps(
-    manager: placement.Manager, cycle: Sequence[str], work: Mapping[str, Callable[[], object]], cycles: int = 3
+    manager: placement.Manager,
+    cycle: Sequence[str],
+    work: Mapping[str, Callable[[], object]],
+    cycles: int = 3,
 ) -> list[list[MeasuredPhase]]:
-    """Run the cycle several times, each as one open phase that switches, with the work of its phases."""
+    """Run the cycle several times, each as one open phase that switches, with the work of its
+    phases."""
     found: list[list[MeasuredPhase]] = []
     for _ in range(cycles):
         found.append([])
         for index, phase in enumerate((*cycle, "idle")):
             before = manager.snapshot()
-            manager.leave() if phase == "idle" else manager.switch(phase) if index else manager.enter(phase)
+            manager.leave() if phase == "idle" else manager.switch(
+                phase
+            ) if index else manager.enter(phase)
             after = manager.snapshot()
             work.get(phase, lambda: None)()
             if manager.settings.host_limit_bytes is not None:
@@ -148,19 +186,27 @@ def steps(
 
 
 def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> MeasuredPhase:
-    counters = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes")
-    then, now = ([sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)] for snapshot in (before, end))
+    counters = attrgetter(
+        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes"
+    )
+    then, now = (
+        [sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)]
+        for snapshot in (before, end)
+    )
     return MeasuredPhase(
         phase=phase,
         handle_bytes={handle.name: handle.resident_bytes for handle in after.handles},
         host_bytes=sum(handle.host_bytes for handle in after.handles),
-        stall_seconds=sum(after.phase_stall_seconds.values()) - sum(before.phase_stall_seconds.values()),
+        stall_seconds=sum(after.phase_stall_seconds.values())
+        - sum(before.phase_stall_seconds.values()),
         moved=tuple(one - other for one, other in zip(now, then, strict=True)),
         disk_bytes=sum(handle.disk_bytes for handle in end.handles),
     )
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False
+) -> None:
     optimizer.zero_grad()
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -185,11 +231,19 @@ def model(case: Case, role: str) -> torch.nn.Module:
     return made
 
 
-def measure(case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None) -> tuple[list[list[MeasuredPhase]], int]:
+def measure(
+    case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None
+) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
     device = case.device(None if clock is None else RATE)
-    limits = {} if case.limit_bytes is None else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
-    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget, **limits)
+    limits = (
+        {}
+        if case.limit_bytes is None
+        else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
+    )
+    manager = placement.Manager(
+        device=device, policy=case.policy, budget_bytes=case.budget, **limits
+    )
     models: list[torch.nn.Module] = []  # kept alive
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
     try:
@@ -200,14 +254,18 @@ def measure(case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None =
                 trained.append((made, OPTIMIZERS[name](made.parameters())))
                 manager.register(f"{role}.optimizer", trained[-1][1])
         if case.engine is not None:
-            engine = SleepingEngine(tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache"))
+            engine = SleepingEngine(
+                tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache")
+            )
             manager.register("rollout", engine, role="rollout")
 
         def work() -> None:
             for made, optimizer in trained:
                 train(made, optimizer, keeps_gradients=case.keeps_gradients)
 
-        works: dict[str, Callable[[], object]] = {"optimizer_step" if "optimizer_step" in case.cycle else "train": work}
+        works: dict[str, Callable[[], object]] = {
+            "optimizer_step" if "optimizer_step" in case.cycle else "train": work
+        }
         for phase, seconds in case.sleeps.items():
             assert clock is not None
             works[phase] = functools.partial(clock.sleep, seconds)
@@ -250,19 +308,29 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_is_what_the_manager_measures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
     told = forecast(case, tmp_path)
-    cycles, peak = measure(case, tmp_path, 3, LinkClock(monkeypatch)) if case.limit is None else measure(case, tmp_path, 8)
+    cycles, peak = (
+        measure(case, tmp_path, 3, LinkClock(monkeypatch))
+        if case.limit is None
+        else measure(case, tmp_path, 8)
+    )
     assert told.fits
     assert told.peak_bytes == peak
     compared = [(cycles[-1], told.phases)]
     if case.limit is None:
         compared.append((cycles[0], told.first_phases))
     else:
-        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], "the run is not steady yet"
+        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], (
+            "the run is not steady yet"
+        )
         assert told.disk_bytes == max(has.disk_bytes for has in cycles[-1])
-    moved = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes")
+    moved = attrgetter(
+        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes"
+    )
     for measured, phases in compared:
         for has, phase in zip(measured, phases, strict=True):
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
@@ -270,12 +338,17 @@ def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monk
             assert has.disk_bytes == phase.disk_bytes
             if case.limit is None:
                 assert has.host_bytes == phase.host_bytes
-            if case.limit is None and case.engine is None:  # an engine's copies are its own, and take no time of the simulated link
-                assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), phase.phase
+            # an engine's copies are its own, and take no time of the simulated link
+            if case.limit is None and case.engine is None:
+                assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
+                    phase.phase
+                )
 
 
 @pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])
-def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: Mapping[str, str | None], tmp_path: Path) -> None:
+def test_a_registration_that_a_manager_refuses_is_foreseen(
+    limit: float, roles: Mapping[str, str | None], tmp_path: Path
+) -> None:
     case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
     try:
         measure(case, tmp_path, cycles=0)
@@ -287,7 +360,9 @@ def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: 
 
 
 def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
-    told = forecast(CASES["PPO, 3 MiB of host memory short"], tmp_path, layout=Layout(data_parallel=4))
+    told = forecast(
+        CASES[("PPO, 3 MiB of host memory short")], tmp_path, layout=Layout(data_parallel=4)
+    )
     assert told.host_bytes > 13 * MIB
     assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
     assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
@@ -296,22 +371,42 @@ def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
     assert forecast(Case(limit=8), tmp_path).disk_bytes == 0
 
 
-def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Only this rank's part of it counts towards the limit."""
     with torch.device("meta"):
-        handles = {"actor": Model(net(), optimizer="sgd"), "ref": Model(net(), readonly=True, replicated=True)}
+        handles = {
+            "actor": Model(net(), optimizer="sgd"),
+            "ref": Model(net(), readonly=True, replicated=True),
+        }
     layout, device = Layout(data_parallel=4), Case().device()
 
     def told(limit_bytes: int) -> placement.Forecast:
-        return placement.forecast(handles, layout=layout, cycle=["log_prob", "train"], host_limit_bytes=limit_bytes, device=device)
+        return placement.forecast(
+            handles,
+            layout=layout,
+            cycle=["log_prob", "train"],
+            host_limit_bytes=limit_bytes,
+            device=device,
+        )
 
     roomy = told(5 * MIB // 2)
-    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (0, 5 * MIB // 2, 10 * MIB)
-    tight = told(9 * MIB // 4)  # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
+    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (
+        0,
+        5 * MIB // 2,
+        10 * MIB,
+    )
+    # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
+    tight = told(9 * MIB // 4)
     assert tight.disk_bytes == 2 * MIB
     assert any("goes over the limit, up to 2,621,440 bytes" in note for note in tight.notes)
     assert not caplog.records  # the note is enough
-    assert {each.name: each.host_bytes for each in tight.handles} == {"actor": 2 * MIB, "actor.optimizer": 0, "ref": MIB // 2}
+    assert {each.name: each.host_bytes for each in tight.handles} == {
+        "actor": 2 * MIB,
+        "actor.optimizer": 0,
+        "ref": MIB // 2,
+    }
 
 
 def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
@@ -319,7 +414,9 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     told = forecast(case, tmp_path)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
-    with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)") as caught:
+    with pytest.raises(
+        placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"
+    ) as caught:
         measure(case, tmp_path)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
@@ -340,7 +437,12 @@ def aside(*phases: str) -> Early:
     ],
 )
 def test_bytes_that_move_under_the_work_stall_nobody(
-    seconds: float, policy: Colocated, phase: str, less: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    policy: Colocated,
+    phase: str,
+    less: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
     told = forecast(case, tmp_path)
@@ -349,11 +451,17 @@ def test_bytes_that_move_under_the_work_stall_nobody(
         assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
         assert has.moved[0] == each.loaded_bytes, each.phase
         # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
-        assert has.stall_seconds == pytest.approx(each.stall_seconds, rel=0.1, abs=case.chunk_bytes / RATE), each.phase
+        assert has.stall_seconds == pytest.approx(
+            each.stall_seconds, rel=0.1, abs=case.chunk_bytes / RATE
+        ), each.phase
     assert told.fits
     stalls = {each.phase: each.stall_seconds for each in told.phases}
     colocated = forecast(replace(case, policy="colocated", sleeps={}), tmp_path)
-    assert {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)} == less
+    assert {
+        each.phase
+        for each in colocated.phases
+        if (each.stall_seconds or 0) > (stalls[each.phase] or 0)
+    } == less
 
 
 @contextlib.contextmanager
@@ -396,14 +504,24 @@ def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) 
 
     ours = pytest.importorskip("transformers.distributed.tensor_parallel")
     distributed = pytest.importorskip("transformers.distributed.configuration_utils")
-    if not hasattr(ours, "apply_tensor_parallelism") or not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
-        pytest.skip("this transformers has no functions that plan and apply tensor parallelism, so there is nothing to compare with")
+    if not hasattr(ours, "apply_tensor_parallelism") or not hasattr(
+        transformers.PreTrainedModel, "_resolve_parallel_plans"
+    ):
+        pytest.skip(
+            "this transformers has no functions that plan and apply tensor parallelism, so there "
+            "is nothing to compare with"
+        )
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    told = [each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters]
+    told = [
+        each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters
+    ]
     with mesh_of(2, "tp") as mesh:
         plan, _, _ = made._resolve_parallel_plans(distributed.DistributedConfig(tp_size=2))
         with torch.device("meta"):
             ours.apply_tensor_parallelism(made, mesh, plan)
-        has = [each.to_local().shape if isinstance(each, DTensor) else each.shape for each in made.parameters()]
+        has = [
+            each.to_local().shape if isinstance(each, DTensor) else each.shape
+            for each in made.parameters()
+        ]
     assert told == has

@@ -56,7 +56,8 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker
     with worker.manager.phase("train"):
         loss = worker.net(batch()).square().mean()
         loss.backward(retain_graph=True)
-    assert any(f.what == "stray_reference" for f in worker.manager.audit().findings)  # information: the graph holds weights
+    # information: the graph holds weights
+    assert any(f.what == "stray_reference" for f in worker.manager.audit().findings)
     with worker.manager.phase("train"):
         loss.backward()
         found = gradients(worker.net)
@@ -67,7 +68,9 @@ def test_a_graph_that_was_retained_runs_backward_in_a_later_phase(worker: Worker
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
-def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(worker: Worker, is_viewed: bool) -> None:
+def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(
+    worker: Worker, is_viewed: bool
+) -> None:
     """Unless somebody still has a view of it."""
     twin, adam = twin_of(worker)
     slabs, views, host_bytes = [], [], []
@@ -117,7 +120,9 @@ def test_dead_gradients_are_not_copied_and_are_none_and_training_is_the_same() -
     assert_same(dict(worker.actor.state_dict()), dict(plain.actor.state_dict()))
     assert_same(worker.optimizer.state_dict(), plain.optimizer.state_dict())
     weights = sum(p.nbytes for p in worker.net.parameters())
-    assert plain.actor.counters.offloaded_bytes - worker.actor.counters.offloaded_bytes >= 4 * weights
+    assert (
+        plain.actor.counters.offloaded_bytes - worker.actor.counters.offloaded_bytes >= 4 * weights
+    )
     assert worker.manager.audit().ok
     assert_nothing_resident(worker.manager)
 
@@ -136,8 +141,12 @@ def test_a_kept_reference_to_a_dropped_gradient_never_shows_old_bytes() -> None:
         assert held.isnan().all()
 
 
-@pytest.mark.parametrize("policy", [Colocated("optimizer_step", drop_gradients=True), Resident(drop_gradients=True)])
-def test_they_live_until_their_own_module_leaves_training_for_good(policy: Colocated | Resident) -> None:
+@pytest.mark.parametrize(
+    "policy", [Colocated("optimizer_step", drop_gradients=True), Resident(drop_gradients=True)]
+)
+def test_they_live_until_their_own_module_leaves_training_for_good(
+    policy: Colocated | Resident,
+) -> None:
     worker = Worker(policy=policy)
     with worker.manager.phase("train") as phase:
         backward(worker.net)
@@ -146,7 +155,8 @@ def test_they_live_until_their_own_module_leaves_training_for_good(policy: Coloc
         for inner in ("eval", "checkpoint", "values"):
             with worker.manager.phase(inner):
                 pass
-        with worker.manager.phase("log_prob", only=["critic"]):  # leaves the others as in the enclosing plan, gradients included
+        # leaves the others as in the enclosing plan, gradients included
+        with worker.manager.phase("log_prob", only=["critic"]):
             pass
         phase.switch("optimizer_step")
         assert_same(gradients(worker.net), wanted)
@@ -175,7 +185,11 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
     flat = torch.zeros(sum(p.numel() for p in worker.net.parameters()))
     worker.net.flat = flat  # type: ignore[assignment]
     with worker.manager.phase("train"):
-        for p, piece in zip(worker.net.parameters(), flat.split([p.numel() for p in worker.net.parameters()]), strict=True):
+        for p, piece in zip(
+            worker.net.parameters(),
+            flat.split([p.numel() for p in worker.net.parameters()]),
+            strict=True,
+        ):
             p.grad = piece.view_as(p)
         backward(worker.net)
         wanted = flat.clone()
@@ -184,8 +198,13 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
         assert_same(worker.net.flat, wanted)
 
 
-@pytest.mark.parametrize(("operation", "drops"), [*((each, True) for each in ("create", "map", "copy", "sync")), ("copy", False)])
-def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(operation: str, drops: bool) -> None:
+@pytest.mark.parametrize(
+    ("operation", "drops"),
+    [*((each, True) for each in ("create", "map", "copy", "sync")), ("copy", False)],
+)
+def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(
+    operation: str, drops: bool
+) -> None:
     """Where they are not dropped, they have places, and leave for something larger."""
     for at in range(1, 100):
         device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192))

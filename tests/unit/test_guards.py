@@ -15,11 +15,31 @@ import torch
 from torch import nn
 
 import placement
-from placement import PHASES, Handle, NotResidentError, PhaseError, PlacementError, Plan, State, View
+from placement import (
+    PHASES,
+    Handle,
+    NotResidentError,
+    PhaseError,
+    PlacementError,
+    Plan,
+    State,
+    View,
+)
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice
-from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
+from tests.support.worker import (
+    OFF,
+    Scripted,
+    Worker,
+    assert_same,
+    batch,
+    in_a_range,
+    learn,
+    make_manager,
+    net,
+    through_a_file,
+)
 
 # --- what raises
 
@@ -32,17 +52,31 @@ def test_a_step_with_everything_resident_but_not_in_training(phase: str) -> None
         worker.net(batch()).sum().backward()
     with worker.manager.phase(phase):
         values = copy.deepcopy(worker.net.state_dict())
-        with pytest.raises(PhaseError, match=rf"step\(\) of 'actor\.optimizer' in phase '{phase}' would change.*GPU_RESIDENT"):
+        with pytest.raises(
+            PhaseError,
+            match=r"step\(\) of 'actor\.optimizer' "
+            r"in "
+            r"phase "
+            rf"'{phase}' "
+            r"would change.*GPU_RESIDENT",
+        ):
             worker.adam.step()
         assert_same(dict(worker.net.state_dict()), dict(values))
-        with worker.manager.phase("train", only=["actor.optimizer"]), pytest.raises(PhaseError, match="would change 'actor', which is"):
+        with (
+            worker.manager.phase("train", only=["actor.optimizer"]),
+            pytest.raises(PhaseError, match="would change 'actor', which is"),
+        ):
             worker.adam.step()
 
 
 def refusals(handle: Handle) -> Iterator[Callable[[], Any]]:
     """Every guard that an offloaded handle can meet, and what publishing says."""
     for guard in (ForwardGuard, StepGuard, LoadGuard, ReadGuard):
-        yield functools.partial(guard(handle), None, (), {}) if guard is StepGuard else functools.partial(guard(handle), None, ())
+        yield (
+            functools.partial(guard(handle), None, (), {})
+            if guard is StepGuard
+            else functools.partial(guard(handle), None, ())
+        )
     yield handle.weights
 
 
@@ -66,10 +100,18 @@ def test_no_advice_names_the_phase_that_one_is_in(phase: str) -> None:
 def test_a_role_that_no_shipped_phase_needs_is_told_of_a_phase_of_ones_own() -> None:
     manager, teacher = make_manager(phases={"distill": ["actor", "teacher"]}), net()
     handle = manager.register("teacher", teacher, role="teacher", readonly=True)
-    advice = r"no phase that ships needs role 'teacher'.*phases=\{\"distill\": \[\"actor\", \"teacher\"\]\}.*manager\.phase\(\"distill\"\)"
+    advice = (
+        r"no phase that ships needs role "
+        r"'teacher'.*phases=\{\"distill\": "
+        r"\[\"actor\", "
+        r"\"teacher\"\]\}.*manager\.phase\(\"distill\"\)"
+    )
     with pytest.raises(NotResidentError, match=f"cannot be called: {advice}"):
         teacher(batch())
-    with manager.phase("log_prob"), pytest.raises(NotResidentError, match=f"this 'log_prob' leaves it out .*{advice}; only="):
+    with (
+        manager.phase("log_prob"),
+        pytest.raises(NotResidentError, match=f"this 'log_prob' leaves it out .*{advice}; only="),
+    ):
         teacher(batch())
     with manager.phase("distill"):
         assert teacher(batch()).isfinite().all()
@@ -81,17 +123,33 @@ def test_a_module_without_a_role_is_told_to_have_one() -> None:
     manager, model = make_manager(), net()
     manager.register("actor", model)
     for phase in ("idle", "log_prob", "train"):
-        with manager.phase(phase), pytest.raises(NotResidentError, match=r"registered without role=.*one of actor, ref, .*, rollout"):
+        with (
+            manager.phase(phase),
+            pytest.raises(
+                NotResidentError,
+                match=r"registered without role=.*one of actor, ref, .*, rollout",
+            ),
+        ):
             model(batch())
     adam = torch.optim.AdamW(model.parameters())
     manager.register("actor.optimizer", adam)
-    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .* call step\(\) inside manager\.phase\('train'\)$"):
+    with pytest.raises(
+        NotResidentError,
+        match=r"'actor\.optimizer' .* "
+        r"call "
+        r"step\(\) "
+        r"inside "
+        r"manager\.phase\('train'\)$",
+    ):
         adam.step()
 
 
 def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
     worker = Worker(policy=Colocated(stream_sync=True))
-    with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"stream_sync=True.*weights\(\) merges.*'log_prob'"):
+    with (
+        worker.manager.phase("weight_sync"),
+        pytest.raises(NotResidentError, match=r"stream_sync=True.*weights\(\) merges.*'log_prob'"),
+    ):
         ReadGuard(worker.actor)()
 
 
@@ -104,7 +162,9 @@ def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield through_a_file(model, weights_only=False)
 
 
-def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered(worker: Worker) -> None:
+def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered(
+    worker: Worker,
+) -> None:
     with worker.manager.phase("log_prob"):
         made = list(copies(worker.net))
         expected = worker.net(batch())
@@ -112,7 +172,9 @@ def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregister
         assert_same(dict(each.state_dict()), dict(worker.values))
         assert not any(in_a_range(p) for p in each.parameters())
         assert_same(each(batch()), expected)
-        each.load_state_dict({name: torch.zeros_like(value) for name, value in worker.values.items()})
+        each.load_state_dict(
+            {name: torch.zeros_like(value) for name, value in worker.values.items()}
+        )
         learn(each, torch.optim.SGD(each.parameters(), lr=0.1))
         again = list(copies(each))
         assert_same(dict(again[0].state_dict()), dict(each.state_dict()))
@@ -127,7 +189,11 @@ def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> N
     """The copy would have the parameters, too, and these are poison."""
 
     def plan(view: View) -> Plan:
-        return view.total_plan({"adam": State.GPU_RESIDENT} if view.phase == "log_prob" and "adam" in view.handles else {})
+        return view.total_plan(
+            {"adam": State.GPU_RESIDENT}
+            if view.phase == "log_prob" and "adam" in view.handles
+            else {}
+        )
 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -136,7 +202,14 @@ def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> N
     adam = manager.register("adam", optimizer)
     with manager.phase("log_prob"):
         assert adam.state is State.GPU_RESIDENT
-        with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* copied or pickled: copy 'adam' inside a phase"):
+        with pytest.raises(
+            NotResidentError,
+            match=r"'actor' is CPU_OFFLOADED .* "
+            r"copied "
+            r"or "
+            r"pickled: "
+            r"copy 'adam' inside a phase",
+        ):
             copy.deepcopy(optimizer)
     manager.close()
 
@@ -174,7 +247,8 @@ def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
 
 
 def _forget_precision(accelerate: types.ModuleType) -> None:
-    """accelerate keeps the first precision that is chosen for the whole process, and refuses another one."""
+    """accelerate keeps the first precision that is chosen for the whole process, and refuses
+    another one."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 

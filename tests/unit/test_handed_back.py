@@ -20,9 +20,11 @@ CAN_SWAP = base.can_swap()
 
 @pytest.fixture(params=["followed", "named"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs twice: as it is, and with a torch that cannot exchange the memory of storages.
+    """Every test runs twice: as it is, and with a torch that cannot exchange the memory of
+    storages.
 
-    There, and wherever an object goes from the device to the host, only those tensors follow that are named.
+    There, and wherever an object goes from the device to the host, only those tensors follow that
+    are named.
     """
     if request.param == "named":
         monkeypatch.setattr(base, "can_swap", lambda: False)
@@ -97,7 +99,9 @@ LETS_GO = {
 @pytest.mark.parametrize("how", LETS_GO)
 @pytest.mark.parametrize("policy", ["colocated", "resident"])
 @pytest.mark.parametrize("loads_back", [False, True])
-def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, how: str, loads_back: bool) -> None:
+def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(
+    policy: str, how: str, loads_back: bool
+) -> None:
     manager = make_manager(policy=policy)
     model = net()
     model.register_buffer("row", model[0].weight.detach()[3])
@@ -119,7 +123,9 @@ def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(policy: str, h
         assert not bool(view.any()), "a view is a view of the same bytes still"
 
 
-def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     manager = make_manager()
     models = {name: net() for name in ("actor", "critic", "ref")}
     expected = {name: values(model) for name, model in models.items()}
@@ -140,7 +146,7 @@ def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatc
         assert_same(values(model), expected[name])
 
 
-def test_gradients_that_were_zeroed_or_written_while_offloaded_come_back_zero_on_the_device_or_are_told_once() -> None:
+def test_gradients_zeroed_or_written_while_offloaded_come_back_zero_or_are_told_once() -> None:
     manager = make_manager()
     model = net()
     handle = manager.register("actor", model, role="actor")
@@ -152,11 +158,18 @@ def test_gradients_that_were_zeroed_or_written_while_offloaded_come_back_zero_on
     with pytest.raises(IntegrityError, match=r"1\.weight\.grad"):
         manager.close(on_device=["actor"])
     manager.close(on_device=["actor"])
-    assert [bool(parameter.grad.any()) for parameter in model[0].parameters() if parameter.grad is not None] == [False] * 2
+    assert [
+        bool(parameter.grad.any())
+        for parameter in model[0].parameters()
+        if parameter.grad is not None
+    ] == [False] * 2
     assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
 
 
-swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot take in such a gradient on a device in host memory")
+swap_only = pytest.mark.skipif(
+    not CAN_SWAP,
+    reason="torch before 2.13 cannot take in such a gradient on a device in host memory",
+)
 
 
 class Odd(nn.Module):
@@ -190,7 +203,11 @@ def a_sparse_gradient(model: Odd) -> torch.Tensor:
 
 KEEPS = [
     *((each, False) for each in (a_parameter_of_another_kind, a_conjugate)),
-    *(pytest.param(each, drops, marks=swap_only) for each in (a_conjugate_gradient, a_sparse_gradient) for drops in (False, True)),
+    *(
+        pytest.param(each, drops, marks=swap_only)
+        for each in (a_conjugate_gradient, a_sparse_gradient)
+        for drops in (False, True)
+    ),
 ]
 """Each, and whether the model drops its gradient."""
 
@@ -204,7 +221,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("how", LETS_GO)
 @pytest.mark.parametrize(("keep", "drops"), KEEPS)
 def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
-    keep: Callable[[Odd], torch.Tensor], drops: bool, how: str, way: str, monkeypatch: pytest.MonkeyPatch
+    keep: Callable[[Odd], torch.Tensor],
+    drops: bool,
+    how: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if way == "named":  # only when it leaves
         monkeypatch.setattr(base, "can_swap", lambda: CAN_SWAP)
@@ -247,10 +268,18 @@ def test_an_unregistration_that_fails_leaves_the_handle_as_it_was() -> None:
     manager, model = make_manager(), net()
     handle = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"):
-        with unittest.mock.patch("placement.registration.registry.Registry.remove", side_effect=KeyError), pytest.raises(KeyError):
+        with (
+            unittest.mock.patch(
+                "placement.registration.registry.Registry.remove", side_effect=KeyError
+            ),
+            pytest.raises(KeyError),
+        ):
             manager.unregister("actor", on_device=True)
         assert handle.state is State.SYNCING
-        assert_same([value for bucket in handle.weights() for _, value in bucket], [*model.state_dict().values()])
+        assert_same(
+            [value for bucket in handle.weights() for _, value in bucket],
+            [*model.state_dict().values()],
+        )
 
 
 def test_a_model_that_the_class_of_its_attribute_knows_is_collected_after_close() -> None:

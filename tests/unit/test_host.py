@@ -1,4 +1,5 @@
-"""Host slabs: exact size, the life of their last view, pinning, refusal before the machine runs out."""
+"""Host slabs: exact size, the life of their last view, pinning, refusal before the machine runs
+out."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from tests.support.programs import Programs
 
 
 def mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
 def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)  # no such advice: the kernel answers EINVAL, as an old one does
+    # no such advice: the kernel answers EINVAL, as an old one does
+    monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)
     assert (Slab(100_000).view(0, 100_000) == 0).all()
 
 
@@ -30,11 +34,21 @@ def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.Mon
 def test_uploads_are_whole(dtype: torch.dtype) -> None:
     slab = Slab(40_000)
     source = slab.view(0, 40_000).copy_(torch.arange(40_000) % 2).view(dtype)
-    for part in (source, source[5:].reshape(5, -1) if source[5:].numel() % 5 == 0 else source[5:], source[::3], source[:0], source[1]):
+    for part in (
+        source,
+        source[5:].reshape(5, -1) if source[5:].numel() % 5 == 0 else source[5:],
+        source[::3],
+        source[:0],
+        source[1],
+    ):
         target = torch.zeros_like(part, memory_format=torch.contiguous_format)
         assert host.upload(target, part) is target
-        assert torch.equal(target.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8))
-    assert torch.equal(host.upload(torch.zeros(source.numel(), dtype=torch.float32), source), source.float())
+        assert torch.equal(
+            target.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8)
+        )
+    assert torch.equal(
+        host.upload(torch.zeros(source.numel(), dtype=torch.float32), source), source.float()
+    )
 
 
 def test_views_stay_within_the_slab() -> None:
@@ -58,8 +72,20 @@ def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("membership", "files", "left"),
     [
-        ("0::/job/rank\n", {"job/memory.max": "1000", "job/memory.current": "300", "job/rank/memory.max": "max"}, [700]),
-        ("0::/\n", {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 5\nactive_file 100\ninactive_file 50\n"}, [250]),
+        (
+            "0::/job/rank\n",
+            {"job/memory.max": "1000", "job/memory.current": "300", "job/rank/memory.max": "max"},
+            [700],
+        ),
+        (
+            "0::/\n",
+            {
+                "memory.max": "1000",
+                "memory.current": "900",
+                "memory.stat": ("anon 5\nactive_file 100\ninactive_file 50\n"),
+            },
+            [250],
+        ),
         (
             "4:cpu:/a\n3:memory:/job\n",
             {
@@ -71,11 +97,20 @@ def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -
             },
             [407, 8900],
         ),
-        ("3:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "100"}, []),
+        (
+            "3:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "100",
+            },
+            [],
+        ),
         ("0::/not/visible\n", {}, []),
     ],
 )
-def test_control_groups_of_both_versions(tmp_path: Path, membership: str, files: dict[str, str], left: list[int]) -> None:
+def test_control_groups_of_both_versions(
+    tmp_path: Path, membership: str, files: dict[str, str], left: list[int]
+) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -99,7 +134,8 @@ from placement.testing import SimulatedDevice
 device = SimulatedDevice(1 << 20)
 addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
 device.map(addresses, [chunk])
-torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
+slab = Slab(10, lambda *a: None, lambda a: print("driver call"))
+torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), slab]
 assert torch.kept[2].ready.wait(60) and torch.kept[2].pinned
 raise SystemExit(7)
 """
@@ -119,7 +155,12 @@ def test_parts_of_a_slab_are_apart_and_keep_it_alive() -> None:
     part.view(0, 100).fill_(1)
     last.view(0, 872).fill_(2)
     assert part.view(90, 10).tolist() == [1] * 10
-    assert (part.pinned, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (False, 0, None, 100)
+    assert (part.pinned, part.pageable_bytes, part.pageable_reason, part.held_bytes) == (
+        False,
+        0,
+        None,
+        100,
+    )
     with pytest.raises(ValueError, match="not within"):
         part.view(96, 8)
     with pytest.raises(ValueError, match="not within"):

@@ -14,8 +14,14 @@ from placement.planning.host_tier import HostShare, UseHistory, check_fits_host
 from placement.planning.planner import PhaseHistory
 from placement.storage.disk import HostCopy, next_step
 
-COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.just(value=False)), max_size=12)
-SOME_IDLE = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.booleans()), max_size=12)
+COPIES = st.lists(
+    st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.just(value=False)),
+    max_size=12,
+)
+SOME_IDLE = st.lists(
+    st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans(), st.booleans()),
+    max_size=12,
+)
 
 
 def done(copies: list[HostCopy], fixed_bytes: int, limit_bytes: int) -> list[HostCopy]:
@@ -26,7 +32,11 @@ def done(copies: list[HostCopy], fixed_bytes: int, limit_bytes: int) -> list[Hos
             return copies
         copy = copies[position]
         assert copy.can_leave or not copy.is_here
-        copies = [*copies[:position], copy._replace(is_here=not copy.is_here), *copies[position + 1 :]]
+        copies = [
+            *copies[:position],
+            copy._replace(is_here=not copy.is_here),
+            *copies[position + 1 :],
+        ]
     raise AssertionError(f"it never ends: {copies}")
 
 
@@ -35,31 +45,49 @@ def held(copies: list[HostCopy]) -> int:
 
 
 @given(COPIES, st.integers(0, 100), st.integers(1, 500))
-def test_it_ends_full_within_the_limit_unless_what_cannot_leave_exceeds_it(copies: list[HostCopy], fixed: int, limit: int) -> None:
+def test_it_ends_full_within_the_limit_unless_what_cannot_leave_exceeds_it(
+    copies: list[HostCopy], fixed: int, limit: int
+) -> None:
     stuck = fixed + sum(copy.nbytes for copy in copies if copy.is_here and not copy.can_leave)
     after = done(copies, fixed, limit)
     assert fixed + held(after) <= max(limit, stuck)
     if fixed + held(after) <= limit:
-        assert all(fixed + held(after) + copy.nbytes > limit for copy in after if not copy.is_here and copy.nbytes)
+        assert all(
+            fixed + held(after) + copy.nbytes > limit
+            for copy in after
+            if not copy.is_here and copy.nbytes
+        )
 
 
 @given(COPIES, st.integers(0, 100), st.integers(1, 500))
-def test_what_is_away_could_not_take_the_place_of_what_is_needed_later(copies: list[HostCopy], fixed: int, limit: int) -> None:
+def test_what_is_away_could_not_take_the_place_of_what_is_needed_later(
+    copies: list[HostCopy], fixed: int, limit: int
+) -> None:
     after = done(copies, fixed, limit)
     for position, copy in enumerate(after):
-        later = sum(each.nbytes for each in after[position + 1 :] if each.is_here and each.can_leave)
-        assert copy.is_here or fixed + held(after) <= limit < fixed + held(after) + copy.nbytes - later or fixed + held(after) > limit
+        later = sum(
+            each.nbytes for each in after[position + 1 :] if each.is_here and each.can_leave
+        )
+        assert (
+            copy.is_here
+            or fixed + held(after) <= limit < fixed + held(after) + copy.nbytes - later
+            or fixed + held(after) > limit
+        )
 
 
 @given(COPIES, st.integers(0, 100), st.integers(1, 500))
-def test_nothing_leaves_for_what_is_needed_later(copies: list[HostCopy], fixed: int, limit: int) -> None:
+def test_nothing_leaves_for_what_is_needed_later(
+    copies: list[HostCopy], fixed: int, limit: int
+) -> None:
     position = next_step(copies, fixed, limit)
     if position is not None and copies[position].is_here and fixed + held(copies) <= limit:
         assert any(not copy.is_here for copy in copies[:position])
 
 
 @given(SOME_IDLE, st.integers(0, 100), st.integers(1, 500))
-def test_what_is_idle_leaves_and_does_not_come_back(copies: list[HostCopy], fixed: int, limit: int) -> None:
+def test_what_is_idle_leaves_and_does_not_come_back(
+    copies: list[HostCopy], fixed: int, limit: int
+) -> None:
     for before, copy in zip(copies, done(copies, fixed, limit), strict=True):
         if copy.is_idle and copy.nbytes:
             assert copy.is_here is (before.is_here and not copy.can_leave)
@@ -71,7 +99,11 @@ def test_a_host_copy_is_idle_once_a_whole_cycle_has_left_it_alone() -> None:
     idle = []
     for step in range(4):
         for phase in ("log_prob", "train"):
-            history.note(phase, frozenset({"actor"} if phase == "train" else ()) | frozenset({"critic"} if step == 0 else ()))
+            history.note(
+                phase,
+                frozenset({"actor"} if phase == "train" else ())
+                | frozenset({"critic"} if step == 0 else ()),
+            )
             idle.append((history.is_idle("critic"), history.is_idle("actor")))
     assert idle[:2] == [(False, False)] * 2
     assert idle[-3:] == [(True, False)] * 3
@@ -83,7 +115,12 @@ def test_a_host_copy_is_idle_once_a_whole_cycle_has_left_it_alone() -> None:
 def test_the_cycle_tells_who_is_needed_next() -> None:
     history = UseHistory()
     for _ in range(2):
-        for phase, used in (("rollout", "actor engine"), ("log_prob", "actor ref"), ("train", "actor adam ref"), ("idle", "actor adam")):
+        for phase, used in (
+            ("rollout", "actor engine"),
+            ("log_prob", "actor ref"),
+            ("train", "actor adam ref"),
+            ("idle", "actor adam"),
+        ):
             history.note(phase, frozenset(used.split()))
     history.note("rollout", frozenset({"actor", "engine"}))
     assert history.order(["engine", "adam", "ref", "actor"]) == ["actor", "ref", "adam", "engine"]
@@ -96,12 +133,26 @@ def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
     assert history.order(["never", "a", "b", "c"]) == ["a", "c", "b", "never"]
 
 
-@given(st.text("ABC", max_size=60), st.integers(1, 30), st.text("ABC"), st.integers(0, 30), st.sampled_from("ABCD"))
+@given(
+    st.text("ABC", max_size=60),
+    st.integers(1, 30),
+    st.text("ABC"),
+    st.integers(0, 30),
+    st.sampled_from("ABCD"),
+)
 @example("AB", 20, "C", 19, "A")  # half of the history tells the places of a long cycle apart
-def test_what_followed_the_last_time_is_expected_again(inner: str, turns: int, outer: str, more: int, phase: str) -> None:
+def test_what_followed_the_last_time_is_expected_again(
+    inner: str, turns: int, outer: str, more: int, phase: str
+) -> None:
     phases = [*(inner * turns + outer) * 2, *inner * more][-128:]
     seen = [*phases, phase] if phase in phases[-64:] else phases
-    best = max([(len([*takewhile(bool, map(eq, seen[i::-1], seen[::-1]))]), i) for i in range(len(seen) - 1)[-64:]], default=(0, 0))
+    best = max(
+        [
+            (len([*takewhile(bool, map(eq, seen[i::-1], seen[::-1]))]), i)
+            for i in range(len(seen) - 1)[-64:]
+        ],
+        default=(0, 0),
+    )
     history = PhaseHistory()
     for each in phases:
         history.began(each)

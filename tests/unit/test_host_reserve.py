@@ -1,4 +1,5 @@
-"""Slabs that become ready in the background: order, refusal, what is promised, death and exit in the middle."""
+"""Slabs that become ready in the background: order, refusal, what is promised, death and exit in
+the middle."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def gate() -> Iterator[threading.Event]:
 
 
 class Driver:
-    """Registers on paper. A registration waits for `gate` and fails at the addresses in `refused`."""
+    """Registers on paper. A registration waits for `gate` and fails at the addresses in
+    `refused`."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.gate = gate
@@ -106,7 +108,12 @@ def reached(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading
 @pytest.mark.usefixtures("reached")
 def test_touching_changes_no_byte_that_was_written_before(gate: threading.Event) -> None:
     slab = Driver().slab(9 * PAGE)
-    assert (slab.ready.is_set(), slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (False, False, 0, None)
+    assert (slab.ready.is_set(), slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (
+        False,
+        False,
+        0,
+        None,
+    )
     slab.view(0, 9 * PAGE).fill_(7)
     gate.set()
     assert slab.ready.wait(LONG)
@@ -127,7 +134,9 @@ def test_a_slab_that_is_refused_stays_pageable_and_says_why(raises: bool) -> Non
     slab = Slab(24 * PAGE, driver.register, undone.append)
     assert slab.ready.wait(LONG)
     assert (slab.pinned, slab.pageable_bytes) == (False, slab.nbytes)
-    assert slab.pageable_reason == ("RuntimeError: in the middle" if raises else "over the limit of locked memory")
+    assert slab.pageable_reason == (
+        ("RuntimeError: in the middle") if raises else ("over the limit of locked memory")
+    )
     slab.view(0, slab.nbytes).fill_(1)
     address = slab.address
     del slab
@@ -141,7 +150,9 @@ def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.Mon
     slab = driver.slab(8 * PAGE)
     assert slab.ready.wait(LONG)
     assert (slab.pageable_bytes, driver.calls) == (8 * PAGE, [])
-    assert slab.pageable_reason == f"{PAGE:,} bytes were not allocated: only 100 bytes of host memory are available"
+    assert slab.pageable_reason == (
+        f"{PAGE:,} bytes were not allocated: only 100 bytes of host memory are available"
+    )
     slab.view(0, slab.nbytes).fill_(1)
 
 
@@ -153,7 +164,14 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(
     slab = Driver().slab(15 * PAGE)
     assert promised_bytes() == 15 * PAGE
     assert reached.wait(LONG)
-    with pytest.raises(HostMemoryError, match=rf"asked for {6 * PAGE:,} bytes, {5 * PAGE:,} available, {15 * PAGE:,} more promised"):
+    with pytest.raises(
+        HostMemoryError,
+        match=rf"asked for {6 * PAGE:,} "
+        r"bytes, "
+        rf"{5 * PAGE:,} "
+        r"available, "
+        rf"{15 * PAGE:,} more promised",
+    ):
         Slab(6 * PAGE)
     assert promised_bytes() == 15 * PAGE, "what is refused promises nothing"
     other = Slab(5 * PAGE)
@@ -179,7 +197,9 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
     assert len(driver.calls) < 10, "what was not begun is not begun any more"
 
 
-def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
     monkeypatch.setattr(threads, "_MOST_THREADS", 1)
     driver = Driver(gate)
     slabs = [driver.slab(8 * PAGE) for _ in range(3)]
@@ -199,7 +219,9 @@ def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: 
     gate.set()
     waiting.join(LONG)
     assert all(slab.ready.wait(LONG) for slab in slabs)
-    assert driver.calls == [slabs[0].address, slabs[2].address, slabs[1].address], "the first was being registered already"
+    assert driver.calls == [slabs[0].address, slabs[2].address, slabs[1].address], (
+        "the first was being registered already"
+    )
 
 
 @pytest.mark.parametrize("ending", ["", "signal.raise_signal(signal.SIGTERM)"])
@@ -214,7 +236,10 @@ begun = threading.Event()
 def register(address, nbytes):
     begun.set()
     time.sleep(0.001)  # a driver call that gives up the interpreter lock
-slab = host.Slab(16 << 20, register, lambda address: None if begun.is_set() else print("driver call"))
+def unregister(address):
+    if not begun.is_set():
+        print("driver call")
+slab = host.Slab(16 << 20, register, unregister)
 begun.wait()
 {ending}
 """

@@ -1,4 +1,5 @@
-"""What comes in the middle: Ctrl-C, which is noted inside `deferred()`, and collections of garbage."""
+"""What comes in the middle: Ctrl-C, which is noted inside `deferred()`, and collections of
+garbage."""
 
 from __future__ import annotations
 
@@ -157,7 +158,9 @@ def of_reservations(kept: list[Any]) -> tuple[Callable[[], object], Callable[[],
     return lambda: kept.append(Reservation(Loop(), 0)), lambda: [promised_bytes()]
 
 
-@pytest.mark.parametrize("make", [of_a_weak_set, of_a_journal, of_reservations], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [of_a_weak_set, of_a_journal, of_reservations], ids=lambda make: make.__name__
+)
 def test_a_collection_anywhere_in_a_walk_may_add_to_it(make: Callable[[list[Any]], Any]) -> None:
     add, walk = make([])
     thresholds = gc.get_threshold()
@@ -224,7 +227,8 @@ gc.collect()
 gc.freeze()
 for mode in modes:
     for entered in False, True:
-        child = os.fork()  # each in a process of its own, because an import that succeeds once is not made again
+        # Each in a process of its own, because an import that succeeds once is not made again.
+        child = os.fork()
         if not child:
             collected(mode, entered)
             os._exit(0)  # without the end of an interpreter
@@ -234,5 +238,7 @@ for mode in modes:
 
 
 def test_a_collected_manager_is_closed_without_an_import() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""The manager as a user sees it: a policy of one's own, the policies that ship, snapshots, the end."""
+"""The manager as a user sees it: a policy of one's own, the policies that ship, snapshots, the
+end."""
 
 from __future__ import annotations
 
@@ -57,8 +58,18 @@ def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
             phase.switch("log_prob")
     snapshot = worker.manager.snapshot()
     actor = snapshot.handles[0]
-    assert (actor.kind, actor.role, actor.state, actor.adapter) == ("module", "actor", OFF, "ModuleAdapter")
-    assert {t: n for t, n in actor.transitions.items() if n} == {"load": 2, "begin_train": 2, "end_train": 2, "offload": 2}
+    assert (actor.kind, actor.role, actor.state, actor.adapter) == (
+        "module",
+        "actor",
+        OFF,
+        "ModuleAdapter",
+    )
+    assert {t: n for t, n in actor.transitions.items() if n} == {
+        "load": 2,
+        "begin_train": 2,
+        "end_train": 2,
+        "offload": 2,
+    }
     nbytes = sum(p.nbytes for p in worker.net.parameters())
     assert actor.loaded_bytes >= 2 * nbytes
     assert actor.offloaded_bytes >= 2 * nbytes
@@ -67,7 +78,9 @@ def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
     assert snapshot.peak_bytes >= 3 * nbytes
     assert set(snapshot.phase_seconds) >= {"train", "log_prob", "idle"}
     assert set(snapshot.phase_stall_seconds) == {"train", "log_prob"}
-    assert {d.operation: sum(d.counts) for d in snapshot.durations}["load"] == sum(h.transitions.get("load", 0) for h in snapshot.handles)
+    assert {d.operation: sum(d.counts) for d in snapshot.durations}["load"] == sum(
+        h.transitions.get("load", 0) for h in snapshot.handles
+    )
     assert snapshot.unaccounted_bytes == 0
     assert (snapshot.pairing_violations, snapshot.unpaired_bytes) == (0, 0)
     assert snapshot.policy_decisions["load"] > 0
@@ -82,9 +95,20 @@ def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots(worker
         second = worker.manager.snapshot()
         figures = second.since(first)
         actor, ref = second.handles[0], second.handles[2]
-        assert figures["placement/loaded_bytes"] == actor.loaded_bytes - first.handles[0].loaded_bytes + ref.loaded_bytes
-        assert figures["placement/resident_bytes"] == worker.actor.resident_bytes + worker.ref.resident_bytes
-    assert figures["placement/offloaded_bytes"] == figures["placement/failures"] == figures["placement/pairing_violations"] == 0
+        assert (
+            figures["placement/loaded_bytes"]
+            == actor.loaded_bytes - first.handles[0].loaded_bytes + ref.loaded_bytes
+        )
+        assert (
+            figures["placement/resident_bytes"]
+            == worker.actor.resident_bytes + worker.ref.resident_bytes
+        )
+    assert (
+        figures["placement/offloaded_bytes"]
+        == figures["placement/failures"]
+        == figures["placement/pairing_violations"]
+        == 0
+    )
     assert figures["placement/stall_seconds"] == figures["placement/stall_seconds/log_prob"] > 0
     assert figures["placement/phase_seconds/log_prob"] > 0
     assert figures["placement/peak_bytes"] == worker.manager.snapshot().peak_bytes
@@ -94,11 +118,17 @@ def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots(worker
     worker.manager.register("ref", other, role="ref")
     with worker.manager.phase("ref_log_prob"):
         again = worker.manager.snapshot().since(second)
-        assert again["placement/loaded_bytes"] == worker.manager.handles["ref"].counters.loaded_bytes > 0
+        assert (
+            again["placement/loaded_bytes"]
+            == worker.manager.handles["ref"].counters.loaded_bytes
+            > 0
+        )
         assert again["placement/resident_bytes"] == worker.manager.handles["ref"].resident_bytes
 
 
-def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="placement"):
         for name in ("values", "train", "log_prob", "weight_sync"):
             with worker.manager.phase(name):
@@ -115,10 +145,15 @@ def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(work
             assert before.target is after.source
             assert before.at_seconds <= after.at_seconds
         assert handle.counters.loaded_bytes == sum(r.nbytes for r in records if r.trigger == "load")
-        assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
+        assert handle.counters.offloaded_bytes == sum(
+            r.nbytes for r in records if r.trigger == "offload"
+        )
 
 
-@pytest.mark.parametrize(("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)])
+@pytest.mark.parametrize(
+    ("given", "is_tight"),
+    [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)],
+)
 def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], is_tight: bool
 ) -> None:
@@ -129,11 +164,18 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
         return SimulatedDevice(1 << 30, shared_with=tmp_path / "device")
 
     monkeypatch.setattr("placement.manager.select_device", select)
-    Manager(device="cuda:0", **{key: str(tmp_path / value) if key == "leases" else value for key, value in given.items()}).close()
+    Manager(
+        device="cuda:0",
+        **{
+            key: str(tmp_path / value) if key == "leases" else value for key, value in given.items()
+        },
+    ).close()
     assert asked == [("cuda:0", is_tight)]
 
 
-@pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])
+@pytest.mark.parametrize(
+    "device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"]
+)
 def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
     def come_and_go() -> None:
         for _ in range(5):
@@ -157,7 +199,11 @@ def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> No
         learn(worker.net, worker.adam)
     worker.manager.close()
     worker.manager.close()
-    for work in (lambda: worker.manager.enter("train"), worker.manager.audit, lambda: worker.manager.register("x", worker.net)):
+    for work in (
+        lambda: worker.manager.enter("train"),
+        worker.manager.audit,
+        lambda: worker.manager.register("x", worker.net),
+    ):
         with pytest.raises(PlacementError, match="closed"):
             work()
     assert worker.manager.snapshot().handles == ()

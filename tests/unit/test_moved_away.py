@@ -1,7 +1,9 @@
-"""Storages whose pointer was changed behind placement's back: `share_memory()`, a queue to another process, a resize.
+"""Storages whose pointer was changed behind placement's back: `share_memory()`, a queue to another
+process, a resize.
 
-torch moves such a storage in place, and so it no longer lies where it belongs. No value is lost by it and none becomes NaN: the next
-phase transition says so, once. What was moved while offloaded is where it was; what was moved on the device gets a new place.
+torch moves such a storage in place, and so it no longer lies where it belongs. No value is lost by
+it and none becomes NaN: the next phase transition says so, once. What was moved while offloaded is
+where it was; what was moved on the device gets a new place.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ MOVES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def _addresses(worker: Worker) -> list[int]:
-    state = [value for entry in worker.adam.state.values() for value in entry.values() if value.dim()]
+    state = [
+        value for entry in worker.adam.state.values() for value in entry.values() if value.dim()
+    ]
     return [tensor.data_ptr() for tensor in (*worker.net.parameters(), *state)]
 
 
@@ -72,7 +76,12 @@ def test_storages_moved_while_offloaded_come_back(worker: Worker, way: str) -> N
         assert not worker.manager.audit().ok
         with pytest.raises(IntegrityError) as caught, worker.manager.phase("log_prob"):
             pass
-        for part in ("0.weight", "'actor'", "moved to other memory while it was offloaded", "Share memory before registering"):
+        for part in (
+            "0.weight",
+            "'actor'",
+            ("moved to other memory while it was offloaded"),
+            ("Share memory before registering"),
+        ):
             assert part in str(caught.value)
         assert_nothing_resident(worker.manager)
         assert_same(dict(worker.net.state_dict()), dict(wanted))
@@ -80,7 +89,9 @@ def test_storages_moved_while_offloaded_come_back(worker: Worker, way: str) -> N
             assert_same(dict(worker.net.state_dict()), dict(wanted))
             worker.net(batch())
         assert _addresses(worker) == addresses
-        assert [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()] == forms
+        assert [
+            (each.dtype, each.size(), each.stride()) for each in worker.net.parameters()
+        ] == forms
         assert_nothing_resident(worker.manager)
     move(worker.net)
     worker.manager.close()
@@ -98,7 +109,14 @@ def test_storages_moved_on_the_device_keep_their_newest_values(worker: Worker, w
         with torch.no_grad():
             worker.net[0].weight.add_(1)
         wanted = copy.deepcopy(worker.net.state_dict())
-        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' lay in other memory than theirs when it was offloaded"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"0\.weight.* of 'actor' lay in "
+            r"other "
+            r"memory "
+            r"than "
+            r"theirs when it was offloaded",
+        ):
             worker.manager.leave()
         assert_nothing_resident(worker.manager)
         assert worker.manager.device.memory().chunk_bytes == 0
@@ -113,7 +131,10 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     taken = worker.net.state_dict()
     wanted = copy.deepcopy(taken)
     worker.net.share_memory()
-    with pytest.raises(IntegrityError, match="moved to other memory"), worker.manager.phase("log_prob"):
+    with (
+        pytest.raises(IntegrityError, match="moved to other memory"),
+        worker.manager.phase("log_prob"),
+    ):
         pass
     assert_same(dict(taken), dict(wanted))
     worker.manager.enter("log_prob")
@@ -131,7 +152,14 @@ def test_quantisation_aware_training() -> None:
         model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
         model = quantization.prepare_qat(model)
         manager = make_manager()
-        with pytest.raises(RegistrationError, match=r"submodule '0\.weight_fake_quant'.*run one forward pass before registering"):
+        with pytest.raises(
+            RegistrationError,
+            match=r"submodule "
+            r"'0\.weight_fake_quant'.*run "
+            r"one "
+            r"forward "
+            r"pass before registering",
+        ):
             manager.register("actor", model, role="actor")  # by channel
         model(torch.ones(2, 4))
         plain = copy.deepcopy(model)
@@ -151,7 +179,9 @@ def _one_flat(model: nn.Module) -> None:
     """All of them in one new storage, as something that flattens parameters does it."""
     parameters = list(model.parameters())
     flat = torch.cat([parameter.data.reshape(-1) for parameter in parameters])
-    for parameter, piece in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+    for parameter, piece in zip(
+        parameters, flat.split([each.numel() for each in parameters]), strict=True
+    ):
         parameter.data = piece.view(parameter.size())
 
 
@@ -169,16 +199,21 @@ REPLACES: dict[str, Callable[[nn.Module], object]] = {
     "one by one": _one_by_one,
     "share": MOVES["share"],
     # What a queue of torch.multiprocessing does to what is put into it:
-    "send": lambda model: [multiprocessing.reduction.ForkingPickler.dumps(each.detach()) for each in model.parameters()],
+    "send": lambda model: [
+        multiprocessing.reduction.ForkingPickler.dumps(each.detach()) for each in model.parameters()
+    ],
 }
 
 
 class Cut(nn.Module):
-    """Parameters cut from one buffer, some of them transposed, one under two names, and one by itself."""
+    """Parameters cut from one buffer, some of them transposed, one under two names, and one by
+    itself."""
 
     def __init__(self, sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
         super().__init__()
-        flat = torch.arange(sum(rows * columns for rows, columns in sizes) + 3, dtype=torch.float32).to(dtype)
+        flat = torch.arange(
+            sum(rows * columns for rows, columns in sizes) + 3, dtype=torch.float32
+        ).to(dtype)
         start = 3
         for index, (rows, columns) in enumerate(sizes):
             piece = flat[start : start + rows * columns].view(rows, columns)
@@ -195,10 +230,14 @@ class Cut(nn.Module):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     ways=st.lists(st.sampled_from(sorted(REPLACES)), min_size=1, max_size=3),
 )
-def test_every_tensor_gets_its_own_form_back(sizes: list[tuple[int, int]], dtype: torch.dtype, ways: list[str]) -> None:
+def test_every_tensor_gets_its_own_form_back(
+    sizes: list[tuple[int, int]], dtype: torch.dtype, ways: list[str]
+) -> None:
     def forms() -> list[Any]:
         every = model.named_parameters(remove_duplicate=False)
-        return [(name, each.dtype, each.size(), each.stride(), each.data_ptr()) for name, each in every]
+        return [
+            (name, each.dtype, each.size(), each.stride(), each.data_ptr()) for name, each in every
+        ]
 
     model = Cut(sizes, dtype)
     wanted = copy.deepcopy(model.state_dict())
@@ -207,7 +246,10 @@ def test_every_tensor_gets_its_own_form_back(sizes: list[tuple[int, int]], dtype
     before = forms()
     for way in ways:
         REPLACES[way](model)
-        with pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"), manager.phase("log_prob"):
+        with (
+            pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"),
+            manager.phase("log_prob"),
+        ):
             pass
         assert forms() == before
         with manager.phase("log_prob"):
@@ -235,7 +277,11 @@ def _state(worker: Worker) -> Callable[[], object]:
 
 
 def _fill(worker: Worker) -> None:
-    held = [worker.net._buffers, getattr(worker.net, "extra", None), [entry.get("extra") for entry in worker.adam.state.values()]]
+    held = [
+        worker.net._buffers,
+        getattr(worker.net, "extra", None),
+        [entry.get("extra") for entry in worker.adam.state.values()],
+    ]
     for _, tensor in nested_tensors(held, ""):
         tensor.data.fill_(3)
 
@@ -249,9 +295,15 @@ def test_tensors_added_from_poison_are_raised_once(
     remove = add(worker)
     if add is not _nested:  # a state dict has it
         name = "actor" if add is _buffer else "actor.optimizer"
-        with pytest.raises(IntegrityError, match=r"extra of .* was added while it was offloaded.* stays NaN until"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"extra of .* was added while it was offloaded.* stays NaN until",
+        ):
             worker.manager.handles[name].state_dict()
-    with pytest.raises(IntegrityError, match=r"extra.* were added to .* stay NaN until") as caught, worker.manager.phase("train"):
+    with (
+        pytest.raises(IntegrityError, match=r"extra.* were added to .* stay NaN until") as caught,
+        worker.manager.phase("train"),
+    ):
         pass
     assert "put back" not in str(caught.value)
     if filled:
@@ -260,7 +312,9 @@ def test_tensors_added_from_poison_are_raised_once(
         pass
     assert_same({name: worker.net.state_dict()[name] for name in wanted}, dict(wanted))
     states = [handle.state_dict() for handle in worker.manager.handles.values()]
-    assert any(bool(tensor.isnan().any()) for _, tensor in nested_tensors(states, "")) is (not filled and add is not _nested)
+    assert any(bool(tensor.isnan().any()) for _, tensor in nested_tensors(states, "")) is (
+        not filled and add is not _nested
+    )
     checkpoint.save(worker.manager, tmp_path)
     assert_nothing_resident(worker.manager)
     remove()
@@ -301,7 +355,9 @@ REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("way", REPLACED)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
-def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype: torch.dtype, way: str) -> None:
+def test_integers_computed_from_poison_come_back_and_others_are_taken_over(
+    dtype: torch.dtype, way: str
+) -> None:
     manager, model = make_manager(), net()
     model.packed = nn.Parameter(torch.randint(0, 100, (9, 24), dtype=dtype), requires_grad=False)
     wanted = copy.deepcopy(model.state_dict())
@@ -310,27 +366,40 @@ def test_integers_computed_from_poison_come_back_and_others_are_taken_over(dtype
     if way == "with a number of its own":
         wanted["packed"] = model.packed.detach().clone()
     else:
-        with pytest.raises(IntegrityError, match="packed of 'actor' were replaced"), manager.phase("log_prob"):
+        with (
+            pytest.raises(IntegrityError, match="packed of 'actor' were replaced"),
+            manager.phase("log_prob"),
+        ):
             pass
     with manager.phase("log_prob"):
         assert_same(dict(model.state_dict()), dict(wanted))
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("computed", [lambda t: t.float(), lambda t: t[3:].clone()], ids=["float", "rows"])
+@pytest.mark.parametrize(
+    "computed", [lambda t: t.float(), lambda t: t[3:].clone()], ids=["float", "rows"]
+)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_float8_poison_is_found_in_added_and_replaced_tensors(
+    dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """One element of float8 poison in eight is a number."""
     manager, model = make_manager(), net()
     model.register_buffer("scale", torch.randn(5, 9).to(dtype))
     wanted = copy.deepcopy(model.state_dict())
     manager.register("actor", model, role="actor")
     model.register_buffer("extra", computed(model.scale), persistent=False)
-    with pytest.raises(IntegrityError, match=r"^extra were added to 'actor'"), manager.phase("log_prob"):
+    with (
+        pytest.raises(IntegrityError, match=r"^extra were added to 'actor'"),
+        manager.phase("log_prob"),
+    ):
         pass
     del model.extra
     model.scale = computed(model.scale)
-    with pytest.raises(IntegrityError, match="scale of 'actor' were replaced"), manager.phase("log_prob"):
+    with (
+        pytest.raises(IntegrityError, match="scale of 'actor' were replaced"),
+        manager.phase("log_prob"),
+    ):
         pass
     with manager.phase("log_prob"):
         assert torch.equal(model.scale.view(torch.uint8), wanted["scale"].view(torch.uint8))
@@ -338,11 +407,15 @@ def test_float8_poison_is_found_in_added_and_replaced_tensors(dtype: torch.dtype
 
 
 def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() -> None:
-    """Pruning, and the older weight norm, put a tensor with a graph under the parameter's name: no gradient, so it is not dropped."""
+    """Pruning, and the older weight norm, put a tensor with a graph under the parameter's name: no
+    gradient, so it is not dropped."""
     worker = trained()
     address = worker.net[0].weight.data_ptr()
     prune.random_unstructured(worker.net[0], "weight", 0.5)
-    with pytest.raises(IntegrityError, match=r"^0\.weight of .* were computed"), worker.manager.phase("train"):
+    with (
+        pytest.raises(IntegrityError, match=r"^0\.weight of .* were computed"),
+        worker.manager.phase("train"),
+    ):
         pass
     with worker.manager.phase("train"):
         assert worker.net[0].weight_orig.data_ptr() == address
@@ -351,7 +424,9 @@ def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() 
     assert_nothing_resident(worker.manager)
 
 
-def test_a_parameter_under_the_name_of_what_a_forward_computed_does_not_get_that_old_value() -> None:
+def test_a_parameter_under_the_name_of_what_a_forward_computed_does_not_get_that_old_value() -> (
+    None
+):
     """What the last forward computed under this name is older than the last step."""
     worker = trained()
     with worker.manager.phase("train"):
@@ -366,13 +441,19 @@ def test_a_parameter_under_the_name_of_what_a_forward_computed_does_not_get_that
 
 
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
-def test_a_value_that_was_written_before_a_conversion_is_put_back_with_it(convert: Callable[[nn.Module], nn.Module]) -> None:
-    """The converted tensor has no NaN, and is still no new value: its place had been overwritten."""
+def test_a_value_that_was_written_before_a_conversion_is_put_back_with_it(
+    convert: Callable[[nn.Module], nn.Module],
+) -> None:
+    """The converted tensor has no NaN, and is still no new value: its place had been
+    overwritten."""
     worker = trained()
     wanted = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
     worker.net[0].bias.data.fill_(3)
     convert(worker.net)
-    with pytest.raises(IntegrityError, match=r"0\.bias.* were replaced"), worker.manager.phase("train"):
+    with (
+        pytest.raises(IntegrityError, match=r"0\.bias.* were replaced"),
+        worker.manager.phase("train"),
+    ):
         pass
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net.state_dict()), wanted)

@@ -1,4 +1,5 @@
-"""A tensor that was numbers and is NaN throughout at an offload: told once, and its handle keeps the numbers."""
+"""A tensor that was numbers and is NaN throughout at an offload: told once, and its handle keeps
+the numbers."""
 
 from __future__ import annotations
 
@@ -25,13 +26,22 @@ class Norm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.scale = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Parameter(torch.ones(()))
+        self.first, self.norm, self.scale = (
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.Parameter(torch.ones(())),
+        )
         self.narrow = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
         shared = torch.arange(13.0).half()
-        self.register_buffer("one", shared[:5])  # two tensors of one storage, where the second begins inside a word
+        # two tensors of one storage, where the second begins inside a word
+        self.register_buffer("one", shared[:5])
         self.register_buffer("two", shared[5:])
         self.register_buffer("turned", torch.randn(4, 6, dtype=torch.complex64).t())
-        for name, dtype in (("e4m3", torch.float8_e4m3fn), ("fnuz", torch.float8_e4m3fnuz), ("e5m2", torch.float8_e5m2)):
+        for name, dtype in (
+            ("e4m3", torch.float8_e4m3fn),
+            ("fnuz", torch.float8_e4m3fnuz),
+            ("e5m2", torch.float8_e5m2),
+        ):
             self.register_buffer(name, torch.ones(40).to(dtype))
         self.register_buffer("packed", torch.arange(32, dtype=torch.uint8))
         self.register_buffer("pairs", torch.arange(6, dtype=torch.int32))
@@ -62,7 +72,10 @@ class Pair:
     def is_as_before(self) -> None:
         assert_same(values(self.handle), self.before)
         with self.manager.phase("distill"):
-            assert_same({name: value.clone() for name, value in self.teacher.state_dict().items()}, self.before)
+            assert_same(
+                {name: value.clone() for name, value in self.teacher.state_dict().items()},
+                self.before,
+            )
         assert self.manager.audit().ok
         assert_nothing_resident(self.manager)
 
@@ -76,7 +89,9 @@ def everything(error: Exception) -> str:
 
 
 def is_nan(handle: placement.Handle) -> bool:
-    return any(bool(value.isnan().any()) for value in values(handle).values() if value.is_floating_point())
+    return any(
+        bool(value.isnan().any()) for value in values(handle).values() if value.is_floating_point()
+    )
 
 
 def average(teacher: nn.Module, student: nn.Module) -> None:
@@ -104,9 +119,14 @@ POLICIES = ("colocated", "colocated(drop_gradients=True)", "colocated(optimizer_
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HOWS)
-def test_a_model_computed_from_one_that_is_away_keeps_its_numbers(how: Callable[..., object], policy: str) -> None:
+def test_a_model_computed_from_one_that_is_away_keeps_its_numbers(
+    how: Callable[..., object], policy: str
+) -> None:
     pair = Pair(policy=policy)
-    with pytest.raises(IntegrityError, match=r"2\.weight.* of 'teacher' were numbers at its last offload"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"2\.weight.* of 'teacher' were numbers at its last offload",
+    ):
         pair.teach(how)
     assert pair.manager.snapshot().phases == ()
     pair.is_as_before()
@@ -115,7 +135,8 @@ def test_a_model_computed_from_one_that_is_away_keeps_its_numbers(how: Callable[
 
 
 def test_every_type_and_layout_is_told_and_keeps_its_bytes() -> None:
-    """Also tensors of one element, of a part of a storage, and of types without NaN, whose poison is other numbers."""
+    """Also tensors of one element, of a part of a storage, and of types without NaN, whose poison
+    is other numbers."""
     pair = Pair(Norm)
     with pytest.raises(IntegrityError) as told:
         pair.teach(reset)
@@ -128,8 +149,15 @@ def test_every_type_and_layout_is_told_and_keeps_its_bytes() -> None:
 def test_one_tensor_alone_goes_back_and_the_others_are_new() -> None:
     pair = Pair(Norm)
     with pytest.raises(IntegrityError, match=r"^first\.bias of 'teacher'"):
-        pair.teach(lambda teacher, _: (teacher.first.bias.fill_(float("nan")), teacher.first.weight.add_(1)))
-    assert_same(values(pair.handle), pair.before | {"first.weight": pair.before["first.weight"] + 1})
+        pair.teach(
+            lambda teacher, _: (
+                teacher.first.bias.fill_(float("nan")),
+                teacher.first.weight.add_(1),
+            )
+        )
+    assert_same(
+        values(pair.handle), pair.before | {"first.weight": pair.before["first.weight"] + 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +166,9 @@ def test_one_tensor_alone_goes_back_and_the_others_are_new() -> None:
         lambda teacher, _: teacher.first.weight[1:].fill_(float("nan")),
         lambda teacher, _: teacher.packed.fill_(255),
         lambda teacher, _: teacher.pairs.fill_(-1),
-        lambda teacher, _: [setattr(p, "grad", torch.full_like(p, float("nan"))) for p in teacher.parameters()],
+        lambda teacher, _: [
+            setattr(p, "grad", torch.full_like(p, float("nan"))) for p in teacher.parameters()
+        ],
         lambda teacher, _: teacher.register_buffer("later", torch.full((3,), float("nan"))),
     ],
     ids=["a part", "full bytes", "minus one", "gradients", "still to be filled"],
@@ -200,7 +230,10 @@ def test_a_training_that_diverges_keeps_weights_and_state() -> None:
     with pair.manager.phase("train"):
         learn(pair.student, pair.adam)
     weights, state = values(pair.actor), values_of_state(pair)
-    with pytest.raises(IntegrityError, match="the training diverged: load a checkpoint") as told, pair.manager.phase("train"):
+    with (
+        pytest.raises(IntegrityError, match="the training diverged: load a checkpoint") as told,
+        pair.manager.phase("train"),
+    ):
         pair.diverge()
     assert "'actor'" in everything(told.value)
     assert "'actor.optimizer'" in everything(told.value)
@@ -214,7 +247,11 @@ def test_a_training_that_diverges_keeps_weights_and_state() -> None:
 
 def values_of_state(pair: Pair) -> dict[str, Any]:
     state = pair.optimizer.state_dict()["state"]
-    return {f"{index}.{key}": value.clone() for index, entry in state.items() for key, value in entry.items()}
+    return {
+        f"{index}.{key}": value.clone()
+        for index, entry in state.items()
+        for key, value in entry.items()
+    }
 
 
 def test_a_streamed_step_of_nan_gradients_steps_nothing() -> None:
@@ -223,22 +260,42 @@ def test_a_streamed_step_of_nan_gradients_steps_nothing() -> None:
         learn(pair.student, pair.adam)
     weights, state = values(pair.actor), values_of_state(pair)
     with pair.manager.phase("train"):
-        with pytest.raises(IntegrityError, match=r"2 gradients of .*'actor.optimizer' steps are NaN throughout.*Nothing was stepped"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"2 gradients of "
+            r".*'actor.optimizer' "
+            r"steps "
+            r"are "
+            r"NaN throughout.*Nothing was stepped",
+        ):
             pair.diverge()
-        assert_same({name: value.clone() for name, value in pair.student.state_dict().items()}, weights)
+        assert_same(
+            {name: value.clone() for name, value in pair.student.state_dict().items()}, weights
+        )
         learn(pair.student, pair.adam)
     assert not is_nan(pair.actor)
     assert all(bool(value.isfinite().all()) for value in values_of_state(pair).values())
     assert state.keys() == values_of_state(pair).keys()
 
 
-@pytest.mark.parametrize("write", [save, lambda *arguments: async_save(*arguments).result()], ids=["save", "async_save"])
-def test_a_checkpoint_of_lost_numbers_is_refused(write: Callable[[Manager, Path], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "write", [save, lambda *arguments: async_save(*arguments).result()], ids=["save", "async_save"]
+)
+def test_a_checkpoint_of_lost_numbers_is_refused(
+    write: Callable[[Manager, Path], object], tmp_path: Path
+) -> None:
     pair = Pair()
     with pytest.raises(IntegrityError, match="at its last offload"), pair.manager.phase("teach"):  # noqa: PT012
         with torch.no_grad():
             average(pair.teacher, pair.student)
-        with pytest.raises(IntegrityError, match=r"'teacher' were numbers and are NaN throughout\. No checkpoint was written"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"'teacher' were numbers and "
+            r"are "
+            r"NaN "
+            r"throughout\. "
+            r"No checkpoint was written",
+        ):
             write(pair.manager, tmp_path / "first")
     write(pair.manager, tmp_path / "second")
     pair.is_as_before()
@@ -249,13 +306,18 @@ def test_a_readonly_handle_gets_its_registered_values() -> None:
     model = net()
     ref = manager.register("ref", model, role="ref", readonly=True)
     before = values(ref)
-    with pytest.raises(IntegrityError, match="'ref' were numbers"), manager.phase("ref_log_prob"), torch.no_grad():
+    with (
+        pytest.raises(IntegrityError, match="'ref' were numbers"),
+        manager.phase("ref_log_prob"),
+        torch.no_grad(),
+    ):
         model[0].weight.data = model[0].weight.data * float("nan")
     assert_same(values(ref), before)
 
 
 def test_a_host_copy_that_was_dropped_has_no_values_to_give_back(tmp_path: Path) -> None:
-    """It is told once. The disk tier drops what the device has and the next offload copies whole."""
+    """It is told once. The disk tier drops what the device has and the next offload copies
+    whole."""
     pair = Pair(host_limit_bytes=1 << 20, disk_directory=tmp_path)
 
     def drop_and_average(teacher: nn.Module, student: nn.Module) -> None:
@@ -264,7 +326,10 @@ def test_a_host_copy_that_was_dropped_has_no_values_to_give_back(tmp_path: Path)
         send_to_disk(pair.manager, "teacher")
         average(teacher, student)
 
-    with pytest.raises(IntegrityError, match=r"of 'teacher' are NaN throughout, and there are no earlier values"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"of 'teacher' are NaN throughout, and there are no earlier values",
+    ):
         pair.teach(drop_and_average)
     with pair.manager.phase("teach"):
         pass

@@ -1,4 +1,5 @@
-"""A framework that placement has never heard of is one class. Its other hooks are shown with frameworks that need them (tests/sharded)."""
+"""A framework that placement has never heard of is one class. Its other hooks are shown with
+frameworks that need them (tests/sharded)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.unit.test_resolve import install
 
 
 class Crate(nn.Module):
-    """The framework's wrapper. It keeps a tensor where no walk of parameters, buffers and attributes finds it."""
+    """The framework's wrapper. It keeps a tensor where no walk of parameters, buffers and
+    attributes finds it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -51,7 +53,10 @@ class Crates(Framework):
         return cls(crates) if crates else None
 
     def tensors(self) -> Iterator[Owned]:
-        return (Owned(f"crates.{index}.hidden", crate.hidden()) for index, crate in enumerate(self._crates))
+        return (
+            Owned(f"crates.{index}.hidden", crate.hidden())
+            for index, crate in enumerate(self._crates)
+        )
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
@@ -73,7 +78,9 @@ def manager() -> placement.Manager:
 def test_it_is_asked_about_modules(crates: type[Framework], manager: placement.Manager) -> None:
     model = Crate(nn.Linear(2, 3))
     actor = manager.register("actor", model, role="actor")
-    assert torch.isnan(model.hidden()).all(), "the tensor that only the framework knows was not offloaded"
+    assert torch.isnan(model.hidden()).all(), (
+        "the tensor that only the framework knows was not offloaded"
+    )
     with manager.phase("weight_sync"):
         published = {name: tensor.clone() for bucket in actor.weights() for name, tensor in bucket}
         assert model.hidden().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -81,8 +88,13 @@ def test_it_is_asked_about_modules(crates: type[Framework], manager: placement.M
     assert_nothing_resident(manager)
 
 
-def test_it_refuses_and_says_what_to_do(crates: type[Framework], manager: placement.Manager) -> None:
-    with pytest.raises(placement.RegistrationError, match=r"Frozen is not supported now.*thaw it first"):
+def test_it_refuses_and_says_what_to_do(
+    crates: type[Framework], manager: placement.Manager
+) -> None:
+    with pytest.raises(
+        placement.RegistrationError,
+        match=r"Frozen is not supported now.*thaw it first",
+    ):
         manager.register("actor", nn.Sequential(nn.Linear(2, 2), Frozen()), role="actor")
     model = nn.Linear(2, 2)
     manager.register("actor", model, role="actor")
@@ -94,7 +106,10 @@ def test_it_refuses_and_says_what_to_do(crates: type[Framework], manager: placem
 
 
 def test_what_is_no_framework_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"subclass of placement\.frameworks\.base\.Framework, not <class 'int'>"):
+    with pytest.raises(
+        TypeError,
+        match=r"subclass of placement\.frameworks\.base\.Framework, not <class 'int'>",
+    ):
         base.add(int)  # type: ignore[arg-type]
 
 
@@ -107,9 +122,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     base._forget()
 
 
-def test_it_is_asked_for_scalars_from_its_import_on(manager: placement.Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_asked_for_scalars_from_its_import_on(
+    manager: placement.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scalars = classmethod(lambda cls, objects: [("scale", torch.ones(3))])
-    late = type("LateCrates", (Framework,), {"packages": ("late_crates",), "optimizer_scalars": scalars})
+    late = type(
+        "LateCrates", (Framework,), {"packages": ("late_crates",), "optimizer_scalars": scalars}
+    )
     base.add(late)
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -129,14 +148,23 @@ def install_boxes(folder: Path, source: str) -> None:
 
 
 def test_an_installed_package_brings_its_framework(installed: Path) -> None:
-    install_boxes(installed, "from placement.frameworks.base import Framework\nclass Boxes(Framework):\n    pass\n")
+    install_boxes(
+        installed,
+        "from placement.frameworks.base import Framework\nclass Boxes(Framework):\n    pass\n",
+    )
     base._forget()
     assert [each.__name__ for each in base.frameworks()][-1] == "Boxes"
 
 
-@pytest.mark.parametrize(("source", "why"), [("Boxes = int", "is no subclass"), ("import no_such_package", "No module named")])
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [("Boxes = int", "is no subclass"), ("import no_such_package", "No module named")],
+)
 def test_a_package_that_does_not_work_is_named(installed: Path, source: str, why: str) -> None:
     sys.modules.pop("boxes", None)
     install_boxes(installed, source + "\n")
-    with pytest.raises(placement.RegistrationError, match=rf"entry point 'boxes' of the group 'placement.frameworks'.*{why}"):
+    with pytest.raises(
+        placement.RegistrationError,
+        match=rf"entry point 'boxes' of the group 'placement.frameworks'.*{why}",
+    ):
         base._forget()

@@ -1,4 +1,5 @@
-"""The table of docs/offloaded.md, row by row: each way to read or write an offloaded value is tried, and does what the table says."""
+"""The table of docs/offloaded.md, row by row: each way to read or write an offloaded value is
+tried, and does what the table says."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
@@ -26,11 +31,16 @@ _PAGE = Path(__file__).parents[2] / "docs" / "offloaded.md"
 
 
 class Hooked(nn.Linear):
-    """A layer whose state dict is made by code that reads values, in every way that torch has for it."""
+    """A layer whose state dict is made by code that reads values, in every way that torch has for
+    it."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self._register_state_dict_hook(lambda _, found, prefix, __: found.update({f"{prefix}weight": found[f"{prefix}weight"].double()}))
+        self._register_state_dict_hook(
+            lambda _, found, prefix, __: found.update(
+                {f"{prefix}weight": found[f"{prefix}weight"].double()}
+            )
+        )
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         return {"amax": self.weight.detach().abs().max()}
@@ -38,7 +48,9 @@ class Hooked(nn.Linear):
     def set_extra_state(self, state: object) -> None:
         pass
 
-    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}norm"] = self.weight.detach().norm()
 
@@ -60,7 +72,10 @@ class World:
             self.adam.step()
             self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
-            self.moments = {name: self.adam.state[p]["exp_avg"].clone() for name, p in self.model.named_parameters()}
+            self.moments = {
+                name: self.adam.state[p]["exp_avg"].clone()
+                for name, p in self.model.named_parameters()
+            }
         self.check_left()
 
     def make_manager(self) -> placement.Manager:
@@ -86,10 +101,13 @@ class World:
 
 
 class EarlyWorld(World):
-    """The same while everything stays on the device as pages aside, which are being saved to the host copy."""
+    """The same while everything stays on the device as pages aside, which are being saved to the
+    host copy."""
 
     def make_manager(self) -> placement.Manager:
-        return placement.Manager(device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=Foresight(in_idle=True))
+        return placement.Manager(
+            device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=Foresight(in_idle=True)
+        )
 
     def check_left(self) -> None:
         handles = self.manager.handles.values()
@@ -174,15 +192,21 @@ def _kept_state_dict(world: World) -> None:
 def _zeroed(world: World, *objects: Any) -> None:
     for each in objects:
         each.zero_grad(set_to_none=False)
-    world.gradients = {name: torch.zeros_like(gradient) for name, gradient in world.gradients.items()}
+    world.gradients = {
+        name: torch.zeros_like(gradient) for name, gradient in world.gradients.items()
+    }
 
 
 ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
     "right value": {
-        "`handle.state_dict()`, `module.state_dict()`, a submodule's, `get_model_state_dict`; `torch.save` of one": (_read_state_dicts,),
-        "a state dict that code computes: hooks that clone or cast, `get_extra_state`, `_save_to_state_dict`, an overridden `state_dict`": (
-            _read_hooked,
-        ),
+        (
+            "`handle.state_dict()`, `module.state_dict()`, a submodule's, `get_model_state_dict`; "
+            "`torch.save` of one"
+        ): (_read_state_dicts,),
+        (
+            "a state dict that code computes: hooks that clone or cast, `get_extra_state`, "
+            "`_save_to_state_dict`, an overridden `state_dict`"
+        ): (_read_hooked,),
         "an optimizer's `state_dict()`, hooks included": (_read_moments,),
         "`zero_grad()` of the module, a submodule, the optimizer; in both forms": (
             lambda world: _zeroed(world, world.model),
@@ -197,7 +221,10 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: world.model.forward(world.x),
             lambda world: world.model[0](world.x),
         ),
-        "a compiled call: `torch.compile(module)`, `module.compile()`, a compiled function around it; made before `register()` or after": (
+        (
+            "a compiled call: `torch.compile(module)`, `module.compile()`, a compiled function "
+            "around it; made before `register()` or after"
+        ): (
             lambda world: torch.compile(world.model, backend="eager")(world.x),
             lambda world: torch.compile(lambda x: world.model(x) * 2, backend="eager")(world.x),
             _compiled_in_place,
@@ -211,7 +238,9 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: world.model[0].load_state_dict(world.model[0].state_dict()),
             lambda world: world.adam.load_state_dict(world.adam.state_dict()),
             lambda world: set_model_state_dict(
-                world.model, dict(world.model.state_dict()), options=StateDictOptions(full_state_dict=True, strict=False)
+                world.model,
+                dict(world.model.state_dict()),
+                options=StateDictOptions(full_state_dict=True, strict=False),
             ),
         ),
         "`copy.deepcopy`, `pickle` or `torch.save` of the module": (
@@ -226,7 +255,10 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
         ),
     },
     "`IntegrityError` at the next transition that loads it; every value is as it was": {
-        "a parameter, buffer or state written in place: `mul_`, `copy_`, `out=`, a foreach function, a view": (
+        (
+            "a parameter, buffer or state written in place: `mul_`, `copy_`, `out=`, a foreach "
+            "function, a view"
+        ): (
             _write(lambda t: t.mul_(0.5)),
             _write(lambda t: t.copy_(torch.ones_like(t))),
             _write(lambda t: torch.mul(t, 2, out=t)),
@@ -239,7 +271,10 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             _write(lambda t: t.detach().numpy().__setitem__((0, 0), 3.0)),
             _write_moment(lambda t: t.data.mul_(0.4)),
         ),
-        "a gradient written in place: `clip_grad_norm_`, `GradScaler.unscale_`, `mul_`, `nan_to_num_`, `zero_()`": (
+        (
+            "a gradient written in place: `clip_grad_norm_`, `GradScaler.unscale_`, `mul_`, "
+            "`nan_to_num_`, `zero_()`"
+        ): (
             lambda world: torch.nn.utils.clip_grad_norm_(world.model.parameters(), 0.1),
             _unscale,
             _write_gradient(lambda t: t.mul_(0.5)),
@@ -251,13 +286,19 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: world.model._apply(lambda t: t.clone()),
             _write(lambda t: setattr(t, "data", t.data * 2)),
         ),
-        "`share_memory()`, parameters sent through a queue (on a GPU the first does nothing, and the queue raises torch's own error)": (
+        (
+            "`share_memory()`, parameters sent through a queue (on a GPU the first does nothing, "
+            "and the queue raises torch's own error)"
+        ): (
             lambda world: world.model.share_memory(),
             _sent_through_a_queue,
         ),
     },
     "NaN, visible at once; nothing of the handle changes": {
-        "a parameter read without its module: `functional.linear(x, module.weight)`, `weight.sum()`": (
+        (
+            "a parameter read without its module: `functional.linear(x, module.weight)`, "
+            "`weight.sum()`"
+        ): (
             lambda world: _is_nan(torch.nn.functional.linear(world.x, world.model[0].weight)),
             lambda world: _is_nan(world.model[0].weight.sum()),
         ),
@@ -298,16 +339,25 @@ def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world = World()
     world.model.zero_grad()
     world.model[0].weight.square().sum().backward()
-    with pytest.raises(placement.IntegrityError, match="a backward, or pruning, ran outside a phase"):
+    with pytest.raises(
+        placement.IntegrityError, match="a backward, or pruning, ran outside a phase"
+    ):
         world.entered()
-    assert all(parameter.grad is None for parameter in world.model.parameters())  # nobody wants them, and the next step would take them
+    # nobody wants them, and the next step would take them
+    assert all(parameter.grad is None for parameter in world.model.parameters())
     world.entered()
 
 
 class Passing(TorchDispatchMode):
     """A mode that changes nothing, as `FlopCounterMode` does."""
 
-    def __torch_dispatch__(self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Any = None,
+    ) -> object:
         return func(*args, **(kwargs or {}))
 
 
@@ -320,7 +370,10 @@ def test_zero_grad_under_a_mode(set_to_none: bool) -> None:
         with Passing():
             each.zero_grad(set_to_none=set_to_none)
         with world.manager.phase("train"):
-            assert all(p.grad is None if set_to_none else not p.grad.any() for p in world.model.parameters())
+            assert all(
+                p.grad is None if set_to_none else not p.grad.any()
+                for p in world.model.parameters()
+            )
             world.model(world.x).sum().backward()
     assert world.manager.audit().ok
 

@@ -1,4 +1,5 @@
-"""`only=`: what the chosen handles get, what the others keep, and who gives way where not all of it fits."""
+"""`only=`: what the chosen handles get, what the others keep, and who gives way where not all of it
+fits."""
 
 from __future__ import annotations
 
@@ -19,15 +20,34 @@ UNIT = 4096
 
 
 class Job:
-    """Modules of so many units each, by role; what is trained has SGD without momentum, which needs no byte. Budgets are in units."""
+    """Modules of so many units each, by role; what is trained has SGD without momentum, which needs
+    no byte. Budgets are in units."""
 
-    def __init__(self, policy: Any, budget: int | None, sizes: dict[str, int], trained: Iterable[str] = (), **keywords: Any) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        budget: int | None,
+        sizes: dict[str, int],
+        trained: Iterable[str] = (),
+        **keywords: Any,
+    ) -> None:
         keywords = {"device": SimulatedDevice(1 << 24, chunk_bytes=UNIT)} | keywords
-        self.manager = Manager(policy=policy, budget_bytes=None if budget is None else budget * UNIT, **keywords)
-        self.models = {name: torch.nn.Linear(32, 32 * size, bias=False) for name, size in sizes.items()}
+        self.manager = Manager(
+            policy=policy, budget_bytes=None if budget is None else budget * UNIT, **keywords
+        )
+        self.models = {
+            name: torch.nn.Linear(32, 32 * size, bias=False) for name, size in sizes.items()
+        }
         for name, model in self.models.items():
-            self.manager.register(name, model, role=name, readonly=name in ("ref", "reward", "teacher") and name not in trained)
-        self.optimizers = {name: torch.optim.SGD(self.models[name].parameters(), lr=0.1) for name in trained}
+            self.manager.register(
+                name,
+                model,
+                role=name,
+                readonly=name in ("ref", "reward", "teacher") and name not in trained,
+            )
+        self.optimizers = {
+            name: torch.optim.SGD(self.models[name].parameters(), lr=0.1) for name in trained
+        }
         for name, optimizer in self.optimizers.items():
             self.manager.register(f"{name}.optimizer", optimizer)
 
@@ -56,11 +76,25 @@ THREE = {"ref": 8, "actor": 8, "critic": 8}
 
 
 def test_only_the_deficit_leaves_cheapest_first() -> None:
-    """A readonly module and one that nobody trains before one that would be copied back; of them the smallest that is enough."""
+    """A readonly module and one that nobody trains before one that would be copied back; of them
+    the smallest that is enough."""
     sizes = {"actor": 2, "ref": 6, "reward": 3, "critic": 4}
-    assert Job("resident", 15, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "ref", "reward", "critic"}
-    assert Job("resident", 14, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "ref", "critic"}
-    assert Job("resident", 11, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "reward", "critic"}
+    assert Job("resident", 15, sizes, ["actor"]).fits("values", ["critic"]) == {
+        "actor",
+        "ref",
+        "reward",
+        "critic",
+    }
+    assert Job("resident", 14, sizes, ["actor"]).fits("values", ["critic"]) == {
+        "actor",
+        "ref",
+        "critic",
+    }
+    assert Job("resident", 11, sizes, ["actor"]).fits("values", ["critic"]) == {
+        "actor",
+        "reward",
+        "critic",
+    }
     assert Job("resident", 6, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "critic"}
     assert Job("resident", 5, sizes, ["actor"]).fits("values", ["critic"]) == {"critic"}
     assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
@@ -100,7 +134,9 @@ def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
 # --- budgets from elsewhere
 
 
-SIZES = st.dictionaries(st.sampled_from(["actor", "ref", "critic", "reward", "teacher"]), st.integers(1, 6), min_size=2)
+SIZES = st.dictionaries(
+    st.sampled_from(["actor", "ref", "critic", "reward", "teacher"]), st.integers(1, 6), min_size=2
+)
 POLICIES: list[Callable[[], Policy]] = [
     Resident,
     KeepReference,
@@ -109,7 +145,9 @@ POLICIES: list[Callable[[], Policy]] = [
     lambda: Resident(drop_gradients=True),
     AsyncRollout,
 ]
-PHASES = st.sampled_from(["rollout", "log_prob", "ref_log_prob", "values", "reward", "train", "weight_sync", "distill"])
+PHASES = st.sampled_from(
+    ["rollout", "log_prob", "ref_log_prob", "values", "reward", "train", "weight_sync", "distill"]
+)
 OWN = {"distill": ("actor", "teacher")}
 
 
@@ -126,9 +164,14 @@ def total(job: Job, names: Iterable[str]) -> int:
 
 @settings(deadline=None, max_examples=30)
 @given(
-    make=st.sampled_from(POLICIES), sizes=SIZES, trained=st.frozensets(st.sampled_from(["actor", "critic"])), budget=st.integers(1, 24),
-    outer=st.lists(st.tuples(PHASES, st.booleans()), max_size=2), phase=PHASES, data=st.data(),
-)  # fmt: skip
+    make=st.sampled_from(POLICIES),
+    sizes=SIZES,
+    trained=st.frozensets(st.sampled_from(["actor", "critic"])),
+    budget=st.integers(1, 24),
+    outer=st.lists(st.tuples(PHASES, st.booleans()), max_size=2),
+    phase=PHASES,
+    data=st.data(),
+)
 def test_a_phase_for_some_handles_fits_whenever_what_is_needed_together_does(
     make: Callable[[], Policy],
     sizes: dict[str, int],
@@ -145,23 +188,40 @@ def test_a_phase_for_some_handles_fits_whenever_what_is_needed_together_does(
         for name, has_only in outer:
             chosen = needed(job, name)
             if has_only:
-                chosen = set(data.draw(st.frozensets(st.sampled_from(sorted(chosen))) if chosen else st.just(frozenset())))
+                chosen = set(
+                    data.draw(
+                        st.frozensets(st.sampled_from(sorted(chosen)))
+                        if chosen
+                        else st.just(frozenset())
+                    )
+                )
             try:
                 stack.enter_context(job.manager.phase(name, only=chosen if has_only else None))
             except DeviceMemoryError:
                 assume(False)
-            held = {n for n in (held | chosen if has_only else chosen) if job.manager.handles[n].resident_bytes}
+            held = {
+                n
+                for n in (held | chosen if has_only else chosen)
+                if job.manager.handles[n].resident_bytes
+            }
         wanted = needed(job, phase)
-        only = set(data.draw(st.frozensets(st.sampled_from(sorted(wanted))) if wanted else st.just(frozenset())))
+        only = set(
+            data.draw(
+                st.frozensets(st.sampled_from(sorted(wanted))) if wanted else st.just(frozenset())
+            )
+        )
         whole = job.fits(phase)
         part = job.fits(phase, only)
         must = total(job, held | only)
         if not streams:
-            assert (part is not None) == (must <= budget * UNIT), "refused although what is needed fits"
+            assert (part is not None) == (must <= budget * UNIT), (
+                "refused although what is needed fits"
+            )
         if not outer and whole is not None:
             assert part is not None
         if part is not None:
-            published = only if streams and phase == "weight_sync" else set()  # from the host copy: the inner phase decides about these
+            # from the host copy: the inner phase decides about these
+            published = only if streams and phase == "weight_sync" else set()
             assert held - published <= part, "what the enclosing phase needs was evicted"
             assert total(job, part) <= budget * UNIT
     job.manager.check_integrity()

@@ -1,4 +1,5 @@
-"""Optimizers whose state lies in members, that step copies of the weights, or that are made in unusual ways."""
+"""Optimizers whose state lies in members, that step copies of the weights, or that are made in
+unusual ways."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.support.worker import assert_same, learn, make_manager, net
 
 
 class Slow(optim.Optimizer):
-    """An average of the weights, in a state of its own for parameters that other optimizers step, too."""
+    """An average of the weights, in a state of its own for parameters that other optimizers step,
+    too."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"rate": 0.1})
@@ -37,7 +39,13 @@ class Plain:
 
     def __init__(self, parts: list[Any], form: str, name: str) -> None:
         forms: dict[str, Any] = {"list": parts, "tuple": tuple(parts), "nested": {"all": [parts]}}
-        setattr(self, name, forms[form] if form in forms else {f"part {index}": each for index, each in enumerate(parts)})
+        setattr(
+            self,
+            name,
+            forms[form]
+            if form in forms
+            else {f"part {index}": each for index, each in enumerate(parts)},
+        )
         self.inner = lambda: parts
 
     def step(self, closure: Any = None) -> None:
@@ -54,18 +62,31 @@ class Container(Plain, optim.Optimizer):
 
     def __init__(self, parts: list[Any], form: str, name: str) -> None:
         Plain.__init__(self, parts, form, name)
-        optim.Optimizer.__init__(self, [p for each in parts[:2] for group in each.param_groups for p in group["params"]], {"lr": 3.0})
+        optim.Optimizer.__init__(
+            self,
+            [p for each in parts[:2] for group in each.param_groups for p in group["params"]],
+            {"lr": 3.0},
+        )
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise AssertionError("it takes another form of state dict")
 
 
 def parts_of(model: nn.Module) -> list[Any]:
-    matrices, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-    return [optim.SGD(matrices, lr=0.05, momentum=0.9), optim.AdamW(rest, lr=0.01), Slow(model.parameters())]
+    matrices, rest = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() == 1],
+    )
+    return [
+        optim.SGD(matrices, lr=0.05, momentum=0.9),
+        optim.AdamW(rest, lr=0.01),
+        Slow(model.parameters()),
+    ]
 
 
-def run(optimizer_of: Any, steps: int, manager: Manager | None = None, **keywords: Any) -> tuple[nn.Module, Any]:
+def run(
+    optimizer_of: Any, steps: int, manager: Manager | None = None, **keywords: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = net(8)
     optimizer = optimizer_of(model)
@@ -82,30 +103,46 @@ def more(model: nn.Module, optimizer: Any, manager: Manager | None, seeds: range
             learn(model, optimizer, seed, 8)
             continue
         with manager.phase("train"):
-            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            model(
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            ).square().mean().backward()
             with manager.phase("optimizer_step"):
                 optimizer.step()
             optimizer.zero_grad()
 
 
 def values(model: nn.Module, manager: Manager | None = None) -> dict[str, Any]:
-    return copy.deepcopy(dict(model.state_dict() if manager is None else manager.handles["actor"].state_dict()))
+    return copy.deepcopy(
+        dict(model.state_dict() if manager is None else manager.handles["actor"].state_dict())
+    )
 
 
 FORMS = {"list": "optimizers", "tuple": "_optimizers", "dict": "optimizer_dict", "nested": "optims"}
 CASES: list[tuple[Any, str, str]] = [(Container, form, "colocated") for form in FORMS]
-CASES += [(Plain, "list", "colocated"), (Container, "list", "cyclic"), (Container, "list", "resident")]
+CASES += [
+    (Plain, "list", "colocated"),
+    (Container, "list", "cyclic"),
+    (Container, "list", "resident"),
+]
 
 
 @pytest.mark.parametrize(("cls", "form", "policy"), CASES)
-def test_optimizers_in_any_attribute_move_and_are_saved(cls: Any, form: str, policy: str, tmp_path: Path) -> None:
+def test_optimizers_in_any_attribute_move_and_are_saved(
+    cls: Any, form: str, policy: str, tmp_path: Path
+) -> None:
     def made(model: nn.Module) -> Any:
         return cls(parts_of(model), form, FORMS[form])
 
     twin, _ = run(made, 3)
     manager, other = make_manager(policy=policy), make_manager(policy=policy)
     model, optimizer = run(made, 2, manager)
-    state = [value for each in optimizer.inner() for entry in each.state.values() for key, value in entry.items() if key != "step"]
+    state = [
+        value
+        for each in optimizer.inner()
+        for entry in each.state.values()
+        for key, value in entry.items()
+        if key != "step"
+    ]
     assert len(state) == 2 + 4 + 4
     if policy == "colocated":
         assert all(torch.isnan(each).all() for each in state)
@@ -147,7 +184,10 @@ def test_optimizers_that_step_in_backward_hooks_move() -> None:
     assert_nothing_resident(manager)
     assert manager.handles["actor.optimizer"].num_bytes
     other = make_manager(policy="colocated(optimizer_in='optimizer_step')")
-    with pytest.raises(placement.NotResidentError, match=r"With optimizer_in='optimizer_step', step\(\) belongs"):
+    with pytest.raises(
+        placement.NotResidentError,
+        match=r"With optimizer_in='optimizer_step', step\(\) belongs",
+    ):
         run(made, 1, other)
 
 
@@ -165,7 +205,14 @@ def test_an_optimizer_that_no_attribute_holds_is_refused_before_it_steps() -> No
     model, optimizer = run(lambda model: Hiding(model.parameters()), 0, manager)
     before = values(model, manager)
     for seed in range(2):
-        with pytest.raises(RegistrationError, match=r"steps an optimizer \(AdamW\) that cannot be found in it.*Nothing was"):
+        with pytest.raises(
+            RegistrationError,
+            match=r"steps an optimizer \(AdamW\) "
+            r"that "
+            r"cannot "
+            r"be "
+            r"found in it.*Nothing was",
+        ):
             more(model, optimizer, manager, range(seed, seed + 1))
     assert_same(values(model, manager), before)
     model.zero_grad()
@@ -193,9 +240,14 @@ class Masters:
                 p.copy_(master)
 
 
-@pytest.mark.parametrize("policy", ["colocated", "cyclic", "colocated(optimizer_in='optimizer_step')"])
+@pytest.mark.parametrize(
+    "policy", ["colocated", "cyclic", "colocated(optimizer_in='optimizer_step')"]
+)
 def test_copies_of_the_weights_move_with_the_optimizer_of_an_owner(policy: str) -> None:
-    with pytest.raises(RegistrationError, match=r"parameter 0 .* belongs to no registered module.*copies.*owner="):
+    with pytest.raises(
+        RegistrationError,
+        match=r"parameter 0 .* belongs to no registered module.*copies.*owner=",
+    ):
         run(Masters, 0, make_manager())
     twin, _ = run(Masters, 3)
     manager = make_manager(policy=policy)
@@ -222,7 +274,10 @@ class WithoutInit(optim.Optimizer):
     """Calls no constructor of torch's Optimizer."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict[Any, Any](), OrderedDict[Any, Any]()
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = (
+            OrderedDict[Any, Any](),
+            OrderedDict[Any, Any](),
+        )
         self._patch_step_function()
         self.optimizer, self.defaults = inner, inner.defaults
 
@@ -243,7 +298,9 @@ class WithSlow(WithoutInit):
 
     def __init__(self, inner: optim.Optimizer) -> None:
         super().__init__(inner)
-        self.state = {p: {"slow": p.detach().clone()} for group in self.param_groups for p in group["params"]}
+        self.state = {
+            p: {"slow": p.detach().clone()} for group in self.param_groups for p in group["params"]
+        }
 
     def step(self, closure: Any = None) -> None:
         self.optimizer.step(closure)
@@ -278,7 +335,9 @@ def test_one_that_called_no_constructor_of_torchs_is_as_any_other(cls: Any, tmp_
     twin, _ = run(made, 3)
     manager, other = make_manager(), make_manager()
     _, optimizer = run(made, 2, manager)
-    assert all(torch.isnan(entry["slow"]).all() for entry in optimizer.state.values() if "slow" in entry)
+    assert all(
+        torch.isnan(entry["slow"]).all() for entry in optimizer.state.values() if "slow" in entry
+    )
     with pytest.raises(placement.NotResidentError):
         optimizer.step()
     placement.checkpoint.save(manager, tmp_path)
@@ -309,7 +368,13 @@ def test_what_is_in_a_parameter_group_never_moves() -> None:
         entries = [entry for entry in grouped.state.values() if "rate" in entry]
         assert len(entries) == 4
         assert all(entry["rate"].item() == pytest.approx(0.05) for entry in entries)
-    with pytest.raises(AssertionError, match=r"8 bytes on the device: param_groups.0.rates, which is no part of its state"):
+    with pytest.raises(
+        AssertionError,
+        match=r"8 bytes on the device: "
+        r"param_groups.0.rates, "
+        r"which "
+        r"is no part of its state",
+    ):
         assert_nothing_resident(manager)
 
 

@@ -1,4 +1,5 @@
-"""Device memory that neither torch nor placement holds: measured, named with its likely owners, and no finding."""
+"""Device memory that neither torch nor placement holds: measured, named with its likely owners, and
+no finding."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class WithCommunicators(SimulatedDevice):
 
 
 def lines(worker: Worker) -> list[str]:
-    return [line for line in worker.manager.audit().report.splitlines() if line.startswith("outside: ")]
+    return [
+        line for line in worker.manager.audit().report.splitlines() if line.startswith("outside: ")
+    ]
 
 
 def test_memory_outside_is_measured_and_is_no_finding() -> None:
@@ -56,12 +59,16 @@ def test_each_communicator_is_named_with_its_ranks_and_bytes() -> None:
     )
     device.outside_bytes = 6000
     report = lines(worker)
-    assert "outside: communicator 'world' of ranks 0 to 7: 5,000 bytes, 4,000 of them could be suspended" in report
+    assert (
+        "outside: communicator 'world' of ranks 0 to 7: 5,000 bytes, 4,000 of them could be "
+        "suspended"
+    ) in report
     assert "outside: communicator 'tensor' of ranks 2, 3: 30 bytes" in report
     assert len(report) == 3
     snapshot = worker.manager.snapshot()
     assert [each.name for each in snapshot.communicators] == ["world", "tensor"]
-    assert (snapshot.communicator_bytes, snapshot.unaccounted_bytes) == (5030, 0)  # the second is of the last phase transition
+    # the second is of the last phase transition
+    assert (snapshot.communicator_bytes, snapshot.unaccounted_bytes) == (5030, 0)
     with worker.manager.phase("log_prob"):
         assert worker.manager.snapshot().unaccounted_bytes == 6000
 
@@ -77,7 +84,10 @@ def test_communicators_that_say_nothing_hold_at_most_what_has_grown() -> None:
     with worker.manager.phase("log_prob"):
         device.outside_bytes = 5150  # and again something else
     first, *others = lines(worker)
-    assert first.startswith("outside: 5,150 bytes are neither torch's nor placement's: the driver's context and its kernels, ")
+    assert first.startswith(
+        "outside: 5,150 bytes are neither torch's nor placement's: the driver's context and its "
+        "kernels, "
+    )
     assert first.endswith(", and other processes")
     assert others == [
         "outside: communicator 'world' of rank 0: size unknown (the library is too old)",
@@ -126,7 +136,11 @@ class Group:
 
 
 def found(*backends: Any) -> list[Communicator]:
-    return list(communicators._of_groups(CPU, [(Group(i, each), {5: 0, 3: 1}) for i, each in enumerate(backends)]))
+    return list(
+        communicators._of_groups(
+            CPU, [(Group(i, each), {5: 0, 3: 1}) for i, each in enumerate(backends)]
+        )
+    )
 
 
 @pytest.fixture
@@ -146,8 +160,13 @@ def test_a_library_that_counts_is_believed() -> None:
 
 
 @pytest.mark.usefixtures("new_nccl")
-def test_a_library_that_does_not_count_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    (by_torch, by_nccl) = found(Backend(), Counting("getMemoryStats() requires NCCL 2.29.7 or later\nException raised from ..."))
+def test_a_library_that_does_not_count_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (by_torch, by_nccl) = found(
+        Backend(),
+        Counting("getMemoryStats() requires NCCL 2.29.7 or later\nException raised from ..."),
+    )
     assert (by_torch.nbytes, by_nccl.nbytes) == (None, None)
     assert "torch 2.12" in str(by_torch.unknown_because)
     assert by_nccl.unknown_because == "getMemoryStats() requires NCCL 2.29.7 or later"
@@ -196,18 +215,29 @@ class Shared(CudaDevice):
 
 @pytest.mark.parametrize(
     ("changes", "collected_bytes", "calls"),
-    [({}, 300, 2), ({"captures": True}, 0, 0), ({"error": RuntimeError("CUDA error: an illegal memory access was encountered")}, 0, 2)],
+    [
+        ({}, 300, 2),
+        ({"captures": True}, 0, 0),
+        ({"error": RuntimeError("CUDA error: an illegal memory access was encountered")}, 0, 2),
+    ],
     ids=["counted once", "not during a capture", "an error is left to others"],
 )
 @pytest.mark.parametrize("was_shared", [True, False])
 def test_dropped_memory_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, was_shared: bool, changes: dict[str, Any], collected_bytes: int, calls: int
+    monkeypatch: pytest.MonkeyPatch,
+    was_shared: bool,
+    changes: dict[str, Any],
+    collected_bytes: int,
+    calls: int,
 ) -> None:
     device = Shared(**changes)
     monkeypatch.setattr(torch._C, "_cuda_ipc_collect", device.collect, raising=False)
     monkeypatch.setattr(reductions, "shared_cache", {"handle": None} if was_shared else {})
     for _ in range(2):
         device._collect_shared()
-    assert (device.ipc_collected_bytes, device.calls) == (collected_bytes if was_shared else 0, calls)
+    assert (device.ipc_collected_bytes, device.calls) == (
+        collected_bytes if was_shared else 0,
+        calls,
+    )
     assert device.allocated == 1000 - collected_bytes
     assert not device.is_measured or was_shared, "it costs more than the rest"

@@ -1,4 +1,5 @@
-"""What optimizers do past torch's own methods: methods that their class adds (`eval`), and steps of such as nobody has registered."""
+"""What optimizers do past torch's own methods: methods that their class adds (`eval`), and steps of
+such as nobody has registered."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.support.worker import Worker, assert_same, learn, make_manager, net
 
 
 class Averaged(torch.optim.AdamW):
-    """Like schedule-free optimizers: `eval()` puts averaged weights in place of those that are stepped, `train()` undoes it."""
+    """Like schedule-free optimizers: `eval()` puts averaged weights in place of those that are
+    stepped, `train()` undoes it."""
 
     is_training = True
 
@@ -43,7 +45,10 @@ class Averaged(torch.optim.AdamW):
         self.sharpness = sum(p.square().mean().item() for p in self.parameters())
 
     def summary(self) -> str:
-        return f"{self.param_groups[0]['lr']} {sum(p.numel() for p in self.parameters())} {self.is_training}"
+        return (
+            f"{self.param_groups[0]['lr']} {sum(p.numel() for p in self.parameters())} "
+            f"{self.is_training}"
+        )
 
     def set_rate(self, value: float) -> None:
         for group in self.param_groups:
@@ -80,7 +85,9 @@ class Sharp:
                 p.data.mul_(1.5)
 
 
-def registered(optimizer_of: Callable[[Any], Any] = Averaged, **keywords: Any) -> tuple[Manager, nn.Module, Any]:
+def registered(
+    optimizer_of: Callable[[Any], Any] = Averaged, **keywords: Any
+) -> tuple[Manager, nn.Module, Any]:
     model = net(8)
     optimizer = optimizer_of(model.parameters())
     manager = make_manager(**keywords)
@@ -96,14 +103,30 @@ def registered(optimizer_of: Callable[[Any], Any] = Averaged, **keywords: Any) -
 
 def all_of(manager: Manager, optimizer: Any) -> Any:
     inner = getattr(optimizer, "base", optimizer)
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
-    flags = {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, float))}
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in inner.param_groups
+    ]
+    flags = {
+        key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, float))
+    }
     weights = dict(manager.handles["actor"].state_dict())
-    return copy.deepcopy([weights, inner.state_dict()["state"], settings, flags, [list(entry) for entry in inner.state.values()]])
+    return copy.deepcopy(
+        [
+            weights,
+            inner.state_dict()["state"],
+            settings,
+            flags,
+            [list(entry) for entry in inner.state.values()],
+        ]
+    )
 
 
 REFUSED = [(Averaged, name) for name in ("eval", "update_hessian")]
-WRAPPED = [(lambda p: Sharp(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "first_step"), (lambda p: Sharp(Averaged(p)), "base.eval")]
+WRAPPED = [
+    (lambda p: Sharp(torch.optim.SGD(p, lr=0.1, momentum=0.9)), "first_step"),
+    (lambda p: Sharp(Averaged(p)), "base.eval"),
+]
 PLACES: dict[str, Any] = {
     "outside": (None, {}),
     "log_prob": ("log_prob", {}),
@@ -120,18 +143,27 @@ def called(optimizer: Any, path: str) -> Any:
     return optimizer()
 
 
-CASES = [(*method, "outside") for method in (*REFUSED, *WRAPPED)] + [(Averaged, "eval", where) for where in PLACES if where != "outside"]
+CASES = [(*method, "outside") for method in (*REFUSED, *WRAPPED)] + [
+    (Averaged, "eval", where) for where in PLACES if where != "outside"
+]
 
 
 @pytest.mark.parametrize(("kind", "name", "where"), CASES)
-def test_it_is_refused_before_anything_changes(kind: Callable[[Any], Any], name: str, where: str) -> None:
+def test_it_is_refused_before_anything_changes(
+    kind: Callable[[Any], Any], name: str, where: str
+) -> None:
     phase, keywords = PLACES[where]
     manager, _, optimizer = registered(kind, **keywords)
     before = all_of(manager, optimizer)
 
     def refused() -> None:
         with pytest.raises(
-            NotResidentError, match=rf"{name.removeprefix('base.')}\(\) of 'actor.optimizer' cannot be called in phase.*'train'"
+            NotResidentError,
+            match=rf"{name.removeprefix('base.')}\(\) "
+            r"of "
+            r"'actor.optimizer' "
+            r"cannot be called in "
+            r"phase.*'train'",
         ):
             called(optimizer, name)
 
@@ -149,7 +181,10 @@ def test_it_is_refused_before_anything_changes(kind: Callable[[Any], Any], name:
 
 def test_while_weights_are_published_they_are_not_changed() -> None:
     manager, _, optimizer = registered(policy="resident")
-    with manager.phase("weight_sync"), pytest.raises(PhaseError, match=r"eval\(\).*while 'actor' is SYNCING"):
+    with (
+        manager.phase("weight_sync"),
+        pytest.raises(PhaseError, match=r"eval\(\).*while 'actor' is SYNCING"),
+    ):
         optimizer.eval()
     with manager.phase("log_prob"):
         optimizer.eval()
@@ -184,7 +219,13 @@ def test_the_state_of_a_streamed_optimizer_is_neither_read_nor_written_in_train(
     before = all_of(manager, optimizer)
     with manager.phase("train"):
         for method in (optimizer.norm, optimizer.reset):
-            with pytest.raises(NotResidentError, match=r"would use 'actor\.optimizer'.*streams its state.*phase\('restore'\)"):
+            with pytest.raises(
+                NotResidentError,
+                match=r"would use "
+                r"'actor\.optimizer'.*streams "
+                r"its "
+                r"state.*phase\('restore'\)",
+            ):
                 method()
     assert_same(all_of(manager, optimizer), before)
     with manager.phase("restore"):
@@ -195,12 +236,16 @@ def test_the_state_of_a_streamed_optimizer_is_neither_read_nor_written_in_train(
 def test_in_training_without_the_state_gradients_may_be_used() -> None:
     class Clipping(torch.optim.SGD):
         def clip(self) -> None:
-            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+            nn.utils.clip_grad_norm_(
+                [p for group in self.param_groups for p in group["params"]], 0.01
+            )
 
         def backward(self, loss: torch.Tensor) -> None:
             loss.backward()
 
-    manager, model, optimizer = registered(lambda p: Clipping(p, lr=0.1, momentum=0.9), policy=Colocated(optimizer_in="optimizer_step"))
+    manager, model, optimizer = registered(
+        lambda p: Clipping(p, lr=0.1, momentum=0.9), policy=Colocated(optimizer_in="optimizer_step")
+    )
     with manager.phase("train"):
         optimizer.backward(model(torch.ones(2, 8)).sum())
         optimizer.clip()
@@ -222,15 +267,25 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno == logging.WARNING and "not registered" in record.message]
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno == logging.WARNING and "not registered" in record.message
+    ]
 
 
 def findings(worker: Worker) -> list[tuple[str | None, str]]:
-    return [(each.handle, each.detail.split()[1]) for each in worker.manager.audit().findings if each.what == "unregistered_optimizer"]
+    return [
+        (each.handle, each.detail.split()[1])
+        for each in worker.manager.audit().findings
+        if each.what == "unregistered_optimizer"
+    ]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = Worker()
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
@@ -249,14 +304,23 @@ def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, ca
     assert not findings(worker)
 
 
-@pytest.mark.parametrize(("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")])
+@pytest.mark.parametrize(
+    ("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")]
+)
 def test_outside_training_it_is_refused(phase: str, state: str) -> None:
     worker = Worker(policy="resident")
     other = torch.optim.SGD(worker.net.parameters(), lr=0.1)
     with worker.manager.phase(phase):
         for parameter in worker.net.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
+        with pytest.raises(
+            PhaseError,
+            match=r"not registered \(SGD\) in phase "
+            rf"'{phase}' "
+            r"would "
+            r"change "
+            rf"'actor', which is {state}",
+        ):
             other.step()
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
 

@@ -1,4 +1,5 @@
-"""A storage has one owner: state that lies in its module is read there, and a second handle is refused by name when it is first seen."""
+"""A storage has one owner: state that lies in its module is read there, and a second handle is
+refused by name when it is first seen."""
 
 from __future__ import annotations
 
@@ -20,18 +21,31 @@ from tests.support.worker import tensors_in
 Lend = Callable[[dict[str, Any], torch.nn.Parameter], object]
 
 CAN_SWAP = base.can_swap()
-swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot take in such a gradient on a device in host memory")
+swap_only = pytest.mark.skipif(
+    not CAN_SWAP,
+    reason="torch before 2.13 cannot take in such a gradient on a device in host memory",
+)
 OF_A_VIEWED_GRADIENT = {("view of the gradient", "before"), ("view of the gradient", "to zeros")}
 
 LENT: dict[str, Lend] = {
     "parameter": lambda state, parameter: state.update(lent=parameter),
     "parameter, detached": lambda state, parameter: state.update(lent=parameter.detach()),
-    "view of the parameter": lambda state, parameter: state.update(lent=parameter.detach().reshape(-1)[:1]),
+    "view of the parameter": lambda state, parameter: state.update(
+        lent=parameter.detach().reshape(-1)[:1]
+    ),
     "gradient": lambda state, parameter: state.update(lent=parameter.grad),
-    "view of the gradient": lambda state, parameter: state.update(lent=parameter.grad.detach().reshape(-1)),  # type: ignore[union-attr]
+    "view of the gradient": lambda state, parameter: state.update(
+        lent=parameter.grad.detach().reshape(-1)
+    ),  # type: ignore[union-attr]
     "gradient in a list": lambda state, parameter: state.update(lent=[parameter.grad]),
 }
-POLICIES = ("colocated", "colocated('optimizer_step')", "colocated('streamed')", "colocated(drop_gradients=True)", "resident")
+POLICIES = (
+    "colocated",
+    "colocated('optimizer_step')",
+    "colocated('streamed')",
+    "colocated(drop_gradients=True)",
+    "resident",
+)
 
 
 class Model(torch.nn.Module):
@@ -46,15 +60,21 @@ class Model(torch.nn.Module):
 
 
 def tensors(value: Any) -> list[bytes]:
-    return [each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors_in(value)]
+    return [
+        each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for each in tensors_in(value)
+    ]
 
 
 def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
-    """All values of three steps: inside the phases and outside, in state dicts of now and of then."""
+    """All values of three steps: inside the phases and outside, in state dicts of now and of
+    then."""
     torch.manual_seed(0)
     model, seen = Model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer.register_step_post_hook(lambda *_: [lend(optimizer.state[each], each) for each in model.parameters()])
+    optimizer.register_step_post_hook(
+        lambda *_: [lend(optimizer.state[each], each) for each in model.parameters()]
+    )
     manager = None if policy is None else Manager(device=SimulatedDevice("1MiB"), policy=policy)
     if manager is not None:
         manager.register("actor", model, role="actor")
@@ -64,7 +84,11 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
             if zero != "after":
                 model.zero_grad(set_to_none=zero == "before")
             model.learn(step)
-            with manager.phase("optimizer_step") if manager and "optimizer_step" in str(policy) else nullcontext():
+            with (
+                manager.phase("optimizer_step")
+                if manager and "optimizer_step" in str(policy)
+                else nullcontext()
+            ):
                 optimizer.step()
             seen += tensors([each.grad for each in model.parameters()])
             taken = optimizer.state_dict()
@@ -92,8 +116,12 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
 def test_state_that_lies_in_its_module(lent: str, zero: str) -> None:
     expected = history(LENT[lent], zero, None)
     for policy in POLICIES if lent in ("parameter, detached", "gradient") else POLICIES[::2]:
-        # The one policy makes other gradients itself; with the other, the next step takes in what a hook makes of a streamed step.
-        if (zero, policy) not in (("to zeros", "colocated(drop_gradients=True)"), ("after", "colocated('streamed')")):
+        # The one policy makes other gradients itself; with the other, the next step takes in what a
+        # hook makes of a streamed step.
+        if (zero, policy) not in (
+            ("to zeros", "colocated(drop_gradients=True)"),
+            ("after", "colocated('streamed')"),
+        ):
             assert history(LENT[lent], zero, policy) == expected, policy
 
 
@@ -116,7 +144,11 @@ def step(*optimizers: torch.optim.Optimizer, models: tuple[torch.nn.Module, ...]
 @pytest.mark.parametrize("where", ["offloaded", "restore"])
 def test_a_checkpoint_of_state_that_lies_in_its_module(tmp_path: Path, where: str) -> None:
     manager, model, adam = worker()
-    adam.register_step_post_hook(lambda *_: [LENT["parameter, detached"](adam.state[each], each) for each in model.parameters()])
+    adam.register_step_post_hook(
+        lambda *_: [
+            LENT["parameter, detached"](adam.state[each], each) for each in model.parameters()
+        ]
+    )
     manager.register("adam", adam)
     with manager.phase("train"):
         step(adam, models=(model,))
@@ -136,7 +168,9 @@ def test_a_checkpoint_of_state_that_lies_in_its_module(tmp_path: Path, where: st
 @swap_only
 def test_a_state_dict_with_the_modules_memory_loaded_back() -> None:
     manager, model, adam = worker()
-    adam.register_step_post_hook(lambda *_: [adam.state[p].update(lent=p.detach(), last=p.grad) for p in model.parameters()])
+    adam.register_step_post_hook(
+        lambda *_: [adam.state[p].update(lent=p.detach(), last=p.grad) for p in model.parameters()]
+    )
     manager.register("adam", adam)
     for taken_outside in (False, True):
         outside = adam.state_dict() if taken_outside else None
@@ -154,10 +188,16 @@ def test_a_state_dict_with_the_modules_memory_loaded_back() -> None:
     assert torch.equal(adam.state_dict()["state"][0]["lent"], model.weight)
 
 
-def refused_and_mended(manager: Manager, wrong: Callable[[], object], mend: Callable[[], object], match: str) -> None:
-    """What is wrong is refused at the end of each phase; the values stay, and once it is mended the job goes on."""
+def refused_and_mended(
+    manager: Manager, wrong: Callable[[], object], mend: Callable[[], object], match: str
+) -> None:
+    """What is wrong is refused at the end of each phase; the values stay, and once it is mended the
+    job goes on."""
     for _ in range(2):
-        with pytest.raises(RegistrationError, match=match + ".*a storage has one owner"), manager.phase("train"):
+        with (
+            pytest.raises(RegistrationError, match=match + ".*a storage has one owner"),
+            manager.phase("train"),
+        ):
             wrong()
         for handle in manager.handles.values():
             assert not any(b"\xff" * 8 in each for each in tensors(handle.state_dict())), handle
@@ -175,7 +215,14 @@ def test_state_in_a_module_that_the_optimizer_does_not_step() -> None:
     critic = torch.nn.Linear(8, 8)
     manager, model, adam = worker(critic=critic)
     adam.state[model.weight]["anchor"] = critic.weight.detach()
-    with pytest.raises(RegistrationError, match=r"'state.0.anchor' of 'adam' lies in a storage that belongs to 'critic'.*clone"):
+    with pytest.raises(
+        RegistrationError,
+        match=r"'state.0.anchor' of 'adam' lies "
+        r"in "
+        r"a "
+        r"storage "
+        r"that belongs to 'critic'.*clone",
+    ):
         manager.register("adam", adam)
     adam.state.clear()
     manager.register("adam", adam)
@@ -184,7 +231,12 @@ def test_state_in_a_module_that_the_optimizer_does_not_step() -> None:
         step(adam, models=(model,))
         adam.state[model.weight]["anchor"] = critic.weight.detach()
 
-    refused_and_mended(manager, anchor, lambda: adam.state[model.weight].pop("anchor"), r"'state.0.anchor' of 'adam'.* 'critic'")
+    refused_and_mended(
+        manager,
+        anchor,
+        lambda: adam.state[model.weight].pop("anchor"),
+        r"'state.0.anchor' of 'adam'.* 'critic'",
+    )
 
 
 @pytest.mark.parametrize("is_born", [False, True])
@@ -196,12 +248,24 @@ def test_state_of_two_optimizers(is_born: bool) -> None:
     if is_born:
         with manager.phase("train"):
             step(adam, models=(model,))
-        with pytest.raises(RegistrationError, match=r"'state.0.exp_avg' of 'other' .* 'adam' already; a storage has one owner.*sub_opt"):
+        with pytest.raises(
+            RegistrationError,
+            match=r"'state.0.exp_avg' of 'other' "
+            r".* "
+            r"'adam' "
+            r"already; "
+            r"a storage has one owner.*sub_opt",
+        ):
             manager.register("other", other)
         return
     manager.register("other", other)
     mend = lambda: setattr(other, "state", defaultdict(dict))  # noqa: E731
-    refused_and_mended(manager, lambda: step(adam, other, models=(model,)), mend, r"'state.0.exp_avg' of 'other' .* 'adam'")
+    refused_and_mended(
+        manager,
+        lambda: step(adam, other, models=(model,)),
+        mend,
+        r"'state.0.exp_avg' of 'other' .* 'adam'",
+    )
 
 
 def test_optimizers_that_share_their_state_as_one_object() -> None:

@@ -15,13 +15,28 @@ import placement
 from placement import Handle, PhaseError, Plan, PolicyError
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_a_thread
-from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, everything, learn, make_manager, net
+from tests.support.worker import (
+    CAPACITY,
+    GPU,
+    OFF,
+    SYNC,
+    TRAIN,
+    Scripted,
+    Worker,
+    everything,
+    learn,
+    make_manager,
+    net,
+)
 
 
 def test_only_takes_names_handles_and_any_iterable_but_no_string(worker: Worker) -> None:
     with pytest.raises(TypeError, match=r"only=\['actor'\]"):
         worker.manager.phase("train", only="actor")
-    with worker.manager.phase("train") as phase, pytest.raises(TypeError, match=r"only=\['actor'\]"):
+    with (
+        worker.manager.phase("train") as phase,
+        pytest.raises(TypeError, match=r"only=\['actor'\]"),
+    ):
         phase.switch("values", only="actor")
     with worker.manager.phase("train", only=[worker.critic]) as phase:
         assert worker.on_device() == {"critic"}
@@ -37,7 +52,13 @@ def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
         loaded = worker.actor.counters.loaded_bytes
         address = worker.net[0].weight.data_ptr()
         phase.switch("train")
-        assert worker.states() == {"actor": TRAIN, "actor.optimizer": TRAIN, "ref": OFF, "critic": TRAIN, "critic.optimizer": TRAIN}
+        assert worker.states() == {
+            "actor": TRAIN,
+            "actor.optimizer": TRAIN,
+            "ref": OFF,
+            "critic": TRAIN,
+            "critic.optimizer": TRAIN,
+        }
         phase.switch("weight_sync")
         assert worker.states()["actor"] is SYNC
         phase.switch("train")
@@ -45,7 +66,14 @@ def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
         assert worker.actor.counters.transitions["offload"] == 0
         assert worker.net[0].weight.data_ptr() == address
     triggers = [r.trigger for r in worker.manager.journal if r.handle == "actor"]
-    assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
+    assert triggers == [
+        "load",
+        "begin_train",
+        "train_to_sync",
+        "sync_to_train",
+        "end_train",
+        "offload",
+    ]
 
 
 def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte(worker: Worker) -> None:
@@ -96,11 +124,17 @@ def test_what_was_not_entered_or_was_left_is_refused(worker: Worker) -> None:
     with context as phase:
         assert repr(phase) == "<phase 'values', open>"
         foreign = make_manager().register("foreign", net(), role="actor")
-        for name, message in (("actro", "no handle 'actro', did you mean 'actor'"), (foreign, "foreign")):
+        for name, message in (
+            ("actro", ("no handle 'actro', did you mean 'actor'")),
+            (foreign, "foreign"),
+        ):
             for use in (phase.keep, phase.done_with):
                 with pytest.raises(PhaseError, match=message):
                     use(name)
-        with worker.manager.phase("log_prob"), pytest.raises(PhaseError, match="is open inside phase"):
+        with (
+            worker.manager.phase("log_prob"),
+            pytest.raises(PhaseError, match="is open inside phase"),
+        ):
             phase.done_with("critic")
         phase.switch("train", only=["actor"])
         phase.keep("actor")
@@ -123,7 +157,14 @@ def test_what_was_not_entered_or_was_left_is_refused(worker: Worker) -> None:
 def test_two_threads_that_hold_phases_at_once(worker: Worker) -> None:
     with worker.manager.phase("train"):
         before = everything(worker.manager)
-        with pytest.raises(PhaseError, match=r"thread 'helper_0' wants phase 'values' while thread 'MainThread' holds phase 'train'"):
+        with pytest.raises(
+            PhaseError,
+            match=r"thread 'helper_0' wants phase "
+            r"'values' "
+            r"while "
+            r"thread "
+            r"'MainThread' holds phase 'train'",
+        ):
             in_a_thread(lambda: worker.manager.phase("values").__enter__())
         with pytest.raises(PhaseError, match="helper"):
             in_a_thread(lambda: worker.manager.enter("values"))
@@ -167,7 +208,8 @@ def steps(worker: Worker) -> Iterator[int]:
 
 @pytest.mark.parametrize("end", ["closed", "dropped", "collected in a cycle"])
 def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
-    """A collection has cleared every weak reference to the phase by the time the generator's `with` is left."""
+    """A collection has cleared every weak reference to the phase by the time the generator's `with`
+    is left."""
     worker = Worker()
     generator = steps(worker)
     next(generator)
@@ -184,7 +226,8 @@ def test_a_generator_that_ends_leaves_its_phase(end: str) -> None:
 
 
 def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> None:
-    """As after an interrupt at the very beginning of `__exit__`: the with statement is gone, `step` is not."""
+    """As after an interrupt at the very beginning of `__exit__`: the with statement is gone, `step`
+    is not."""
     worker = Worker()
     context = worker.manager.phase("train")
     step = context.__enter__()
@@ -209,7 +252,9 @@ def test_the_variable_of_a_phase_that_was_left_keeps_no_manager() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_exception_in_the_body_propagates_and_the_device_is_empty(worker: Worker, kind: type[BaseException]) -> None:
+def test_an_exception_in_the_body_propagates_and_the_device_is_empty(
+    worker: Worker, kind: type[BaseException]
+) -> None:
     mine = kind("mine")
     with pytest.raises(kind) as caught:  # noqa: SIM117, PT012
         with worker.manager.phase("train"):
@@ -223,7 +268,9 @@ def test_an_exception_in_the_body_propagates_and_the_device_is_empty(worker: Wor
 
 
 @pytest.mark.parametrize("mine", [None, ValueError("mine")])
-def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(mine: ValueError | None) -> None:
+def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(
+    mine: ValueError | None,
+) -> None:
     device = Faults(SimulatedDevice(CAPACITY))
     worker = Worker(device=device)
     with pytest.raises(RuntimeError if mine is None else ValueError) as caught:  # noqa: SIM117, PT012
@@ -248,7 +295,9 @@ def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(mi
 
 
 @pytest.mark.parametrize("mine", [None, ValueError("mine")])
-def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device(mine: ValueError | None) -> None:
+def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device(
+    mine: ValueError | None,
+) -> None:
     """Its error is a note on the user's exception, where there is one."""
     policy = Scripted()
     worker = Worker(policy=policy)
@@ -284,7 +333,13 @@ def test_a_policy_cannot_open_a_phase() -> None:
     with worker.manager.phase("eval"):
         assert worker.manager.phase_name == "eval"
     assert len(caught) == 3
-    assert list(worker.manager.handles) == ["actor", "actor.optimizer", "ref", "critic", "critic.optimizer"]
+    assert list(worker.manager.handles) == [
+        "actor",
+        "actor.optimizer",
+        "ref",
+        "critic",
+        "critic.optimizer",
+    ]
 
 
 def test_a_graph_capture_forbids_transitions() -> None:
@@ -299,7 +354,11 @@ def test_a_graph_capture_forbids_transitions() -> None:
     with worker.manager.phase("train") as phase:
         before = worker.states()
         device.capturing = True
-        for work in (lambda: phase.switch("values"), lambda: worker.manager.enter("values"), lambda: worker.manager.register("x", net())):
+        for work in (
+            lambda: phase.switch("values"),
+            lambda: worker.manager.enter("values"),
+            lambda: worker.manager.register("x", net()),
+        ):
             with pytest.raises(PhaseError, match="captured"):
                 work()
         assert worker.states() == before
@@ -318,7 +377,9 @@ def test_a_generator_whose_phase_an_error_has_left_closes_quietly(worker: Worker
     assert_nothing_resident(worker.manager)
 
 
-def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller(worker: Worker) -> None:
+def test_a_generator_that_is_closed_leaves_its_phase_and_not_that_of_its_caller(
+    worker: Worker,
+) -> None:
 
     generator: Any = steps(worker)
     next(generator)
@@ -343,7 +404,8 @@ def test_a_hold_outlives_the_block_in_which_it_was_opened(worker: Worker) -> Non
 
 
 def test_a_release_loads_nothing_into_memory_that_others_use() -> None:
-    """The inner hold took the room of a handle that the idle plan would like to have: it comes back with the next plan, not at once."""
+    """The inner hold took the room of a handle that the idle plan would like to have: it comes back
+    with the next plan, not at once."""
     worker = Worker(policy="resident", budget_bytes=48_000)  # room for two models of 20,480 bytes
     first = worker.manager.hold("ref_log_prob", only=["ref"])
     assert worker.on_device() == {"actor", "ref"}

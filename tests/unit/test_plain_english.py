@@ -23,14 +23,20 @@ def modules() -> dict[str, Path]:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every string that stands alone: docstrings of modules, classes, functions and attributes."""
+    """Line and text of every string that stands alone: docstrings of modules, classes, functions
+    and attributes."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
 
 
 def misplaced(source: str) -> list[tuple[int, str]]:
-    """Section headers that are not at their docstring's indentation, and first entries that are not four columns inside."""
+    """Section headers that are not at their docstring's indentation, and first entries that are not
+    four columns inside."""
     found = []
     for first, text in docstrings(source):
         lines = text.split("\n")
@@ -44,9 +50,17 @@ def misplaced(source: str) -> list[tuple[int, str]]:
 
 def test_no_docstring_begins_without_its_subject() -> None:
     """None begins with "Of ...", "By ..." or a relative clause ("What the ...", "Who ...")."""
-    found = [(f"{name}:{line}", text.lstrip()) for name, path in modules().items() for line, text in docstrings(path.read_text())]
+    found = [
+        (f"{name}:{line}", text.lstrip())
+        for name, path in modules().items()
+        for line, text in docstrings(path.read_text())
+    ]
     assert [each for each in found if _RIDDLE.match(each[1])] == []
 
 
 def test_sections_of_docstrings_are_indented() -> None:
-    assert [f"{name}:{line}: {text}" for name, path in modules().items() for line, text in misplaced(path.read_text())] == []
+    assert [
+        f"{name}:{line}: {text}"
+        for name, path in modules().items()
+        for line, text in misplaced(path.read_text())
+    ] == []

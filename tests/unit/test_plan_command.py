@@ -41,9 +41,12 @@ def test_a_limit_on_host_memory(model: str, capsys: pytest.CaptureFixture[str]) 
     assert "on disk: none" not in text
     assert main(["plan", model, "--host-limit", "10GiB"]) == 0
     assert "on disk: none" in capsys.readouterr().out
-    assert main(["plan", model, "--host-limit", "100MiB"]) == 1  # a manager refuses to register the optimizer
+    # a manager refuses to register the optimizer
+    assert main(["plan", model, "--host-limit", "100MiB"]) == 1
     text = capsys.readouterr().out
-    assert "registration is refused:\n'actor.optimizer' together with actor, which it steps, needs" in text
+    assert (
+        "registration is refused:\n'actor.optimizer' together with actor, which it steps, needs"
+    ) in text
     assert text.endswith("it does not fit\n")
     assert main(["plan", model, "--host-limit", "100MiB", "--compare", "colocated,resident"]) == 1
     text = capsys.readouterr().out
@@ -52,23 +55,62 @@ def test_a_limit_on_host_memory(model: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [model, "--shards", "2", "--kv-cache", "64MiB", "--budget", "1GiB", "--rate", "1GB", "--work", "train=2,rollout=3.5"]
+    words = [
+        model,
+        "--shards",
+        "2",
+        "--kv-cache",
+        "64MiB",
+        "--budget",
+        "1GiB",
+        "--rate",
+        "1GB",
+        "--work",
+        "train=2,rollout=3.5",
+    ]
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("one of 2 ranks (shards 2, tensor parallel 1, data parallel 1), 2 a node\n")
+    assert text.startswith(
+        "one of 2 ranks (shards 2, tensor parallel 1, data parallel 1), 2 a node\n"
+    )
     assert text.rstrip().endswith("everything fits")
     assert all(
-        name in text for name in ("rollout", "log_prob", "train", "weight_sync", "actor.optimizer", "3.500", "a node; on disk: none")
+        name in text
+        for name in (
+            "rollout",
+            "log_prob",
+            "train",
+            "weight_sync",
+            "actor.optimizer",
+            "3.500",
+            "a node; on disk: none",
+        )
     )
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
 def test_streamed_steps_are_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", model, "--policy", "colocated('streamed')", "--cycle", "log_prob,train", "--steps", "train=4"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                model,
+                "--policy",
+                "colocated('streamed')",
+                "--cycle",
+                "log_prob,train",
+                "--steps",
+                "train=4",
+            ]
+        )
+        == 0
+    )
     assert "is streamed by optimizers" in capsys.readouterr().out
 
 
-def test_a_job_that_does_not_fit_says_where_and_by_how_much(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_does_not_fit_says_where_and_by_how_much(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", model, "--budget", "100MiB", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     (refused,) = [phase for phase in found["phases"] if not phase["fits"]]
@@ -89,16 +131,35 @@ def test_policies_side_by_side(model: str, capsys: pytest.CaptureFixture[str]) -
     columns = re.split("  +", text.splitlines()[2].strip())
     assert columns[::2] == policies.rsplit(",", 1)  # options tell two columns of one policy apart
     assert main(["plan", *words, "--json"]) == 0
-    assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == ["colocated", "resident"]
+    assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == [
+        "colocated",
+        "resident",
+    ]
 
 
 def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--roles", "actor,ref", "--dtype", "float32", "--optimizer", "adamw-master", "--gradients", "kept", "--shards", "8"]
-    assert main(["plan", model, *words, "--replicated", "ref", "--model-of", f"ref={model}", "--json"]) == 0
+    words = [
+        "--roles",
+        "actor,ref",
+        "--dtype",
+        "float32",
+        "--optimizer",
+        "adamw-master",
+        "--gradients",
+        "kept",
+        "--shards",
+        "8",
+    ]
+    assert (
+        main(["plan", model, *words, "--replicated", "ref", "--model-of", f"ref={model}", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     handles = {each["name"]: each for each in found["handles"]}
     assert handles["ref"]["node_host_bytes"] < 8.1 * handles["ref"]["host_bytes"]
-    assert handles["actor.optimizer"]["host_bytes"] == pytest.approx(3 * handles["actor"]["host_bytes"] / 2, rel=0.01)
+    assert handles["actor.optimizer"]["host_bytes"] == pytest.approx(
+        3 * handles["actor"]["host_bytes"] / 2, rel=0.01
+    )
     assert found["budget_bytes"] is None
     assert not any("masters=" in note for note in found["notes"])
 
@@ -112,17 +173,31 @@ def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> No
         (["MODEL", "--model-of", "ref"], "is not of the form ROLE=CONFIG"),
         (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number of seconds"),
         (["MODEL", "--steps", "train=many"], "'many' of phase 'train' is no number of steps"),
-        (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
+        (
+            ["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"],
+            ("does not divide the model's num_attention_heads, 8"),
+        ),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
         (["MODEL", "--policy", "colocatd"], "did you mean 'colocated'"),
         (["MODEL", "--replicated", "actor"], "--replicated: actor is written to"),
-        (["MODEL", "--kv-cache", "1GiB", "--rollout-tensor-parallel", "0"], "--rollout-tensor-parallel must be 1 or more, not 0"),
-        (["MODEL", "--rollout-tensor-parallel", "4"], "--rollout-tensor-parallel describes a rollout engine, and the job has none"),
+        (
+            ["MODEL", "--kv-cache", "1GiB", "--rollout-tensor-parallel", "0"],
+            ("--rollout-tensor-parallel must be 1 or more, not 0"),
+        ),
+        (
+            ["MODEL", "--rollout-tensor-parallel", "4"],
+            ("--rollout-tensor-parallel describes a rollout engine, and the job has none"),
+        ),
         (["MODEL", "--roles", "actor,rollout", "--kv-cache", "1GiB"], "leave the role rollout out"),
     ],
 )
 def test_bad_input_is_said(
-    words: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *(model if word == "MODEL" else word for word in words)]) == 2

@@ -1,4 +1,5 @@
-"""The shipped policies phase by phase, and `cyclic` case by case: a worker that trains with PPO, what stays, and what arrives early."""
+"""The shipped policies phase by phase, and `cyclic` case by case: a worker that trains with PPO,
+what stays, and what arrives early."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
 def view(phase: str, *handles: HandleView, **fields: Any) -> View:
-    return View(**{"phase": phase, "handles": {h.name: h for h in handles}, "budget_bytes": 1000, **fields})
+    return View(
+        **{"phase": phase, "handles": {h.name: h for h in handles}, "budget_bytes": 1000, **fields}
+    )
 
 
 WORKER = (
@@ -76,7 +79,13 @@ class TestColocated:
 
     @pytest.mark.parametrize("state", State)
     def test_a_checkpoint_moves_nothing(self, state: State) -> None:
-        there = view("checkpoint", *(replace(h, state=state, resident_bytes=0 if state is OFF else h.num_bytes) for h in WORKER))
+        there = view(
+            "checkpoint",
+            *(
+                replace(h, state=state, resident_bytes=0 if state is OFF else h.num_bytes)
+                for h in WORKER
+            ),
+        )
         plan = Colocated().plan(there)
         assert set(plan.targets.values()) == {state}
         assert not plan.streamed
@@ -96,7 +105,14 @@ class TestColocated:
         assert used(plan) == {"teacher": GPU, "actor": GPU}
 
     def test_an_unknown_phase_names_the_nearest(self) -> None:
-        with pytest.raises(PolicyError, match=r"unknown phase 'trian'. Did you mean 'train'\?.*rollout.*distill"):
+        with pytest.raises(
+            PolicyError,
+            match=r"unknown phase 'trian'. "
+            r"Did "
+            r"you "
+            r"mean "
+            r"'train'\?.*rollout.*distill",
+        ):
             Colocated().plan(view("trian", *WORKER, phases={"distill": ("teacher",)}))
 
 
@@ -147,7 +163,9 @@ def turn(phase: str, *handles: HandleView, **fields: Any) -> View:
 
 
 def staying(*names: str, of: tuple[HandleView, ...] = CYCLING) -> tuple[HandleView, ...]:
-    return tuple(replace(h, state=GPU, resident_bytes=h.num_bytes) if h.name in names else h for h in of)
+    return tuple(
+        replace(h, state=GPU, resident_bytes=h.num_bytes) if h.name in names else h for h in of
+    )
 
 
 def coming(phase: str, cycle: tuple[str, ...] = STEP) -> tuple[str, ...]:
@@ -170,23 +188,45 @@ def steady(policy: Cyclic, budget_bytes: int, phases: tuple[str, ...]) -> dict[s
 
 
 def test_an_engine_stays_in_part() -> None:
-    engine = handle("engine", "engine", "rollout", num_bytes=100, can_prefetch=False, tags={"weights": 30, "kv_cache": 70})
+    engine = handle(
+        "engine",
+        "engine",
+        "rollout",
+        num_bytes=100,
+        can_prefetch=False,
+        tags={"weights": 30, "kv_cache": 70},
+    )
     there = replace(engine, state=GPU, resident_bytes=100, resident_tags=frozenset(engine.tags))
     now = turn("train", *CYCLING[:5], there, upcoming=coming("train"), budget_bytes=175)
     plan = Cyclic().plan(now)
     assert (plan["engine"], dict(plan.parts)) == (GPU, {"engine": {"weights"}})
     weights = replace(there, resident_bytes=30, resident_tags=frozenset({"weights"}))
-    assert not Cyclic().plan(turn("rollout", *CYCLING[:5], weights, upcoming=coming("rollout"))).parts
+    assert (
+        not Cyclic().plan(turn("rollout", *CYCLING[:5], weights, upcoming=coming("rollout"))).parts
+    )
     syncing = turn("weight_sync", *CYCLING[:5], there, upcoming=coming("weight_sync"))
     assert not Cyclic().plan(syncing).parts  # the cache stays as well, because it fits
     assert Cyclic().plan(replace(syncing, budget_bytes=50)).parts == {"engine": {"weights"}}
 
 
 def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None:
-    handles = (handle("actor"), handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60), *CYCLING[3:4], CYCLING[5])
-    now = turn("values", *staying("actor", "actor.optimizer", of=handles), budget_bytes=60, upcoming=("rollout", "train"))
+    handles = (
+        handle("actor"),
+        handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60),
+        *CYCLING[3:4],
+        CYCLING[5],
+    )
+    now = turn(
+        "values",
+        *staying("actor", "actor.optimizer", of=handles),
+        budget_bytes=60,
+        upcoming=("rollout", "train"),
+    )
     plan = Cyclic().plan(now)
-    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50, "actor": 10})
+    assert (used(plan), dict(plan.prefetch)) == (
+        {"critic": GPU},
+        {"actor.optimizer": 50, "actor": 10},
+    )
     there = after(now, plan)
     assert Cyclic().plan(there) == plan
     full = replace(there, phase="rollout", upcoming=("train", "values"), budget_bytes=100)
@@ -194,15 +234,21 @@ def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None
 
 
 def test_streamed_state_neither_stays_nor_arrives_early_in_the_phase_that_streams_it() -> None:
-    """`restore` needs the optimizer as a whole. In `train` it is TRAINING without being on the device."""
+    """`restore` needs the optimizer as a whole. In `train` it is TRAINING without being on the
+    device."""
     policy, phases = Cyclic(optimizer_in="streamed"), ("rollout", "train", "restore")
     plans = steady(policy, 1000, phases)
     trained = {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN}
-    assert {name: plans["train"][name] for name in trained} == {name: plans["restore"][name] for name in trained} == trained
+    assert (
+        {name: plans["train"][name] for name in trained}
+        == {name: plans["restore"][name] for name in trained}
+        == trained
+    )
     assert plans["train"].streamed == {"actor.optimizer", "critic.optimizer"}
     assert not plans["train"].prefetch
     assert not plans["restore"].streamed
-    assert dict(plans["rollout"].prefetch) == {"actor.optimizer": 60, "critic.optimizer": 60}  # `restore` wrote them: they are saved
+    # `restore` wrote them: they are saved
+    assert dict(plans["rollout"].prefetch) == {"actor.optimizer": 60, "critic.optimizer": 60}
 
 
 # --- outside a known cycle
@@ -216,23 +262,35 @@ def test_outside_every_phase_it_keeps_and_prefetches() -> None:
     assert next(iter(plan.prefetch)) == "ref"  # for log_prob, before the critic
     empty = Cyclic(idle="empty").plan(now)
     assert (used(empty), dict(empty.prefetch)) == ({}, {})
-    assert used(Cyclic(idle="empty").plan(replace(now, phase="rollout", upcoming=coming("rollout")))) == {"engine": GPU, "actor": GPU}
+    assert used(
+        Cyclic(idle="empty").plan(replace(now, phase="rollout", upcoming=coming("rollout")))
+    ) == {"engine": GPU, "actor": GPU}
 
 
 def test_a_cycle_that_is_given_need_not_be_seen() -> None:
     policy = Cyclic(cycle=STEP)
     first = turn("idle")
-    assert policy.plan(first).prefetch == Cyclic().plan(replace(first, upcoming=STEP)).prefetch != {}
+    assert (
+        policy.plan(first).prefetch == Cyclic().plan(replace(first, upcoming=STEP)).prefetch != {}
+    )
     for phase in STEP:
         now = turn(phase, *staying("actor", "ref"))
         assert policy.plan(now) == Cyclic().plan(replace(now, upcoming=coming(phase)))
     inserted = turn("eval", *staying("actor", "engine"), upcoming=("log_prob", "values"))
-    assert policy.plan(inserted) == Cyclic().plan(replace(inserted, upcoming=(*coming("rollout"), "rollout")))
+    assert policy.plan(inserted) == Cyclic().plan(
+        replace(inserted, upcoming=(*coming("rollout"), "rollout"))
+    )
 
 
 def test_in_a_phase_inside_another_one_stays_what_that_one_needs() -> None:
     names = [h.name for h in CYCLING[:5]]
-    now = turn("reward", *staying(*names), enclosing="train", upcoming=("rollout", "train"), budget_bytes=150)
+    now = turn(
+        "reward",
+        *staying(*names),
+        enclosing="train",
+        upcoming=("rollout", "train"),
+        budget_bytes=150,
+    )
     assert used(Cyclic().plan(now)) == dict.fromkeys(names, GPU)
     tight = replace(now, phase="ref_log_prob", budget_bytes=145)
     assert used(Cyclic().plan(tight)).keys() == {*names} - {"critic"}
@@ -253,9 +311,13 @@ def test_a_phase_never_seen_takes_no_more_than_it_needs() -> None:
     now = turn("distill", *there, upcoming=STEP, phases={"distill": ("critic",)}, budget_bytes=90)
     plan = Cyclic().plan(now)
     assert used(plan) == {"critic": GPU, "ref": GPU}
-    assert plan.prefetch == {"actor": 10, "actor.optimizer": 60}  # saved, and there when they are needed
+    # saved, and there when they are needed
+    assert plan.prefetch == {"actor": 10, "actor.optimizer": 60}
     plan = Cyclic().plan(replace(now, budget_bytes=30))
-    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU, "ref": GPU}, {"actor": 10, "actor.optimizer": 20})
+    assert (used(plan), dict(plan.prefetch)) == (
+        {"critic": GPU, "ref": GPU},
+        {"actor": 10, "actor.optimizer": 20},
+    )
     assert used(Cyclic().plan(replace(now, budget_bytes=15))).keys() == {"critic"}
 
 

@@ -1,4 +1,5 @@
-"""What holds for every shipped policy in every situation: plans are total, legal, pure, stable and within the budget."""
+"""What holds for every shipped policy in every situation: plans are total, legal, pure, stable and
+within the budget."""
 
 from __future__ import annotations
 
@@ -44,8 +45,18 @@ def views(draw: st.DrawFn, phases: st.SearchStrategy[str]) -> View:
         readonly = drawn["kind"] == "module" and drawn["readonly"]
         state = GPU if readonly and drawn["state"] is TRAIN else drawn["state"]
         owners = tuple(names[number] for number in sorted(drawn["owners"]) if number < len(names))
-        drawn |= {"owners": owners if drawn["kind"] == "optimizer" else (), "readonly": readonly, "state": state}
-        handles.append(HandleView(name=name, resident_bytes=0 if drawn["state"] is OFF else drawn["num_bytes"], **drawn))
+        drawn |= {
+            "owners": owners if drawn["kind"] == "optimizer" else (),
+            "readonly": readonly,
+            "state": state,
+        }
+        handles.append(
+            HandleView(
+                name=name,
+                resident_bytes=0 if drawn["state"] is OFF else drawn["num_bytes"],
+                **drawn,
+            )
+        )
     return View(
         phase=draw(phases),
         handles={h.name: h for h in handles},
@@ -73,14 +84,20 @@ MOVING = st.sampled_from([p for p in (*PHASES, *OWN_PHASES) if p != "checkpoint"
 
 
 def vars_of(given: View) -> dict[str, Any]:
-    return {"phase": given.phase, "handles": dict(given.handles), "budget": given.budget_bytes, "phases": dict(given.phases)}
+    return {
+        "phase": given.phase,
+        "handles": dict(given.handles),
+        "budget": given.budget_bytes,
+        "phases": dict(given.phases),
+    }
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{POLICIES.index(p)}")
 @settings(deadline=None, max_examples=30)
 @given(given=views(ALL))
 def test_plans_are_pure_total_legal_and_stable(policy: Policy, given: View) -> None:
-    """Planning the same phase again from where the first plan led changes nothing: a phase transition repeated moves no byte."""
+    """Planning the same phase again from where the first plan led changes nothing: a phase
+    transition repeated moves no byte."""
     before = copy.deepcopy(vars_of(given))
     plan = policy.plan(given)
     assert policy.plan(given) == plan
@@ -89,10 +106,14 @@ def test_plans_are_pure_total_legal_and_stable(policy: Policy, given: View) -> N
     for h in given.handles.values():
         assert not (plan[h.name] is TRAIN and h.readonly)
     assert all(plan[name] is SYNC for name in plan.streamed)
-    assert all(plan[name] is not TRAIN and given.handles[name].kind != "optimizer" for name in plan.dropped)
+    assert all(
+        plan[name] is not TRAIN and given.handles[name].kind != "optimizer" for name in plan.dropped
+    )
     if given.phase != "checkpoint":
         assert not any(given.handles[name].external for name in plan.streamed)
-        assert {n for n, s in plan.targets.items() if s is SYNC} <= {h.name for h in given.with_role("actor")}
+        assert {n for n, s in plan.targets.items() if s is SYNC} <= {
+            h.name for h in given.with_role("actor")
+        }
         if given.fits(plan):
             assert policy.plan(after(given, plan)) == plan
 
@@ -100,7 +121,9 @@ def test_plans_are_pure_total_legal_and_stable(policy: Policy, given: View) -> N
 @pytest.mark.parametrize("policy", [Resident(), Resident("optimizer_step")])
 @settings(deadline=None, max_examples=30)
 @given(given=views(MOVING))
-def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Resident, given: View) -> None:
+def test_resident_stays_within_the_budget_whenever_the_need_fits(
+    policy: Resident, given: View
+) -> None:
     need = Colocated(policy.optimizer_in).plan(given)
     plan = policy.plan(given)
     if given.fits(need):
@@ -112,15 +135,24 @@ def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Residen
         assert all(plan[n] is need[n] or given.handles[n].num_bytes == 0 for n in need.targets)
 
 
-@pytest.mark.parametrize("policy", [Cyclic(), Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty")])
+@pytest.mark.parametrize(
+    "policy", [Cyclic(), Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty")]
+)
 @settings(deadline=None, max_examples=60)
 @given(given=views(ALL))
-def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, given: View) -> None:
+def test_cyclic_stays_within_the_budget_with_what_arrives_early(
+    policy: Cyclic, given: View
+) -> None:
     need, plan = Colocated().plan(given), policy.plan(given)
     if given.fits(need):
         room = given.budget_bytes - given.bytes_of(plan)
-        coming = [nbytes for name, nbytes in plan.prefetch.items() if not given.handles[name].resident_bytes]
-        assert max(sum(coming), *plan.prefetch.values(), 0) <= room  # what leaves may hold its bytes there until they are saved
+        coming = [
+            nbytes
+            for name, nbytes in plan.prefetch.items()
+            if not given.handles[name].resident_bytes
+        ]
+        # what leaves may hold its bytes there until they are saved
+        assert max(sum(coming), *plan.prefetch.values(), 0) <= room
     else:
         assert plan == need
     for name, nbytes in plan.prefetch.items():
@@ -128,18 +160,67 @@ def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, 
         assert 0 < nbytes <= given.handles[name].num_bytes
         assert given.handles[name].built
         assert not given.handles[name].external
-    for name, state in plan.targets.items():  # nothing is on the device that was not there and is not needed
+    # nothing is on the device that was not there and is not needed
+    for name, state in plan.targets.items():
         assert state is need[name] or (state is GPU and given.handles[name].state is not OFF)
 
 
 def test_what_is_kept_because_it_would_come_early_takes_its_room() -> None:
-    """`d` is there, and the next phase needs it. So it stays, and nothing of `e` is left to be saved in the room that `d` has."""
-    d = HandleView(name="d", kind="module", role="actor", state=GPU, num_bytes=16, resident_bytes=16, readonly=True, can_prefetch=True)
-    e = HandleView(name="e", kind="module", role="actor", state=GPU, num_bytes=1, resident_bytes=1, can_prefetch=True)
-    f = HandleView(name="f", kind="module", role="rollout", state=OFF, num_bytes=12, resident_bytes=0, can_prefetch=True)
-    g = HandleView(name="g", kind="optimizer", role="actor", state=OFF, num_bytes=1, resident_bytes=0, can_prefetch=True)
-    h = HandleView(name="h", kind="optimizer", role="actor", state=OFF, num_bytes=0, resident_bytes=0, can_prefetch=True, owners=("d",))
-    given = View(phase="rollout", handles={each.name: each for each in (d, e, f, g, h)}, budget_bytes=28, worker_role="trainer")
+    """`d` is there, and the next phase needs it. So it stays, and nothing of `e` is left to be
+    saved in the room that `d` has."""
+    d = HandleView(
+        name="d",
+        kind="module",
+        role="actor",
+        state=GPU,
+        num_bytes=16,
+        resident_bytes=16,
+        readonly=True,
+        can_prefetch=True,
+    )
+    e = HandleView(
+        name="e",
+        kind="module",
+        role="actor",
+        state=GPU,
+        num_bytes=1,
+        resident_bytes=1,
+        can_prefetch=True,
+    )
+    f = HandleView(
+        name="f",
+        kind="module",
+        role="rollout",
+        state=OFF,
+        num_bytes=12,
+        resident_bytes=0,
+        can_prefetch=True,
+    )
+    g = HandleView(
+        name="g",
+        kind="optimizer",
+        role="actor",
+        state=OFF,
+        num_bytes=1,
+        resident_bytes=0,
+        can_prefetch=True,
+    )
+    h = HandleView(
+        name="h",
+        kind="optimizer",
+        role="actor",
+        state=OFF,
+        num_bytes=0,
+        resident_bytes=0,
+        can_prefetch=True,
+        owners=("d",),
+    )
+    given = View(
+        phase="rollout",
+        handles={each.name: each for each in (d, e, f, g, h)},
+        budget_bytes=28,
+        worker_role="trainer",
+    )
     plan = Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty").plan(given)
     assert plan["d"] is GPU
     assert given.bytes_of(plan) + sum(plan.prefetch.values()) <= 28

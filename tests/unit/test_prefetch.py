@@ -1,4 +1,5 @@
-"""Prefetch: what a plan brings while a phase computes, how a load uses it, and what becomes of it when nobody needs it."""
+"""Prefetch: what a plan brings while a phase computes, how a load uses it, and what becomes of it
+when nobody needs it."""
 
 from __future__ import annotations
 
@@ -27,18 +28,31 @@ CHUNK = 4096
 
 
 def early_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
-    return Worker(**{"policy": Early(wanted), "device": SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
+    return Worker(
+        **{
+            "policy": Early(wanted),
+            "device": SimulatedDevice(CAPACITY, chunk_bytes=CHUNK),
+            **keywords,
+        }
+    )
 
 
 def early_bytes(worker: Worker) -> dict[str, int]:
-    """Device bytes that have arrived early, by handle, once the copies of all of them have been started."""
+    """Device bytes that have arrived early, by handle, once the copies of all of them have been
+    started."""
     wait_for_copies(worker.manager)
-    return {each.name: each.prefetched_bytes for each in worker.manager.snapshot().handles if each.prefetched_bytes}
+    return {
+        each.name: each.prefetched_bytes
+        for each in worker.manager.snapshot().handles
+        if each.prefetched_bytes
+    }
 
 
 def last_load(worker: Worker, name: str) -> tuple[int, int]:
     """Bytes that the handle's last load copied, and bytes that had arrived before."""
-    record = [each for each in worker.manager.journal if each.handle == name and each.trigger == "load"][-1]
+    record = [
+        each for each in worker.manager.journal if each.handle == name and each.trigger == "load"
+    ][-1]
     return record.nbytes, record.prefetched_bytes
 
 
@@ -53,7 +67,8 @@ def test_a_load_copies_nothing_that_arrived_early() -> None:
     with worker.manager.phase("log_prob") as step:
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
         assert worker.critic.state is State.CPU_OFFLOADED
-        assert worker.critic.resident_bytes == worker.critic.num_bytes  # not loaded yet, and yet it is counted
+        # not loaded yet, and yet it is counted
+        assert worker.critic.resident_bytes == worker.critic.num_bytes
         assert not torch.isfinite(worker.critic_net[0].weight).any()
         with pytest.raises(placement.NotResidentError):
             worker.critic_net(torch.ones(1, 64))
@@ -81,10 +96,15 @@ def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
 
 
 def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
-    """The device holds the critic early and then the actor and the reference: together they would not fit."""
+    """The device holds the critic early and then the actor and the reference: together they would
+    not fit."""
     sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
     budget = sizes.actor.num_bytes + sizes.ref.num_bytes
-    worker = early_worker({"reward": {"critic": ALL}}, budget_bytes=budget, device=SimulatedDevice(budget, chunk_bytes=CHUNK))
+    worker = early_worker(
+        {"reward": {"critic": ALL}},
+        budget_bytes=budget,
+        device=SimulatedDevice(budget, chunk_bytes=CHUNK),
+    )
     with worker.manager.phase("reward") as step:
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
         step.switch("log_prob")
@@ -93,7 +113,7 @@ def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
     assert worker.manager.snapshot().peak_bytes <= budget
 
 
-def test_a_manager_that_is_dropped_while_something_arrives_early_ends_at_once_and_the_values_stay() -> None:
+def test_a_manager_dropped_during_an_early_load_ends_and_the_values_stay() -> None:
     worker = early_worker({"idle": {"critic": ALL}, "log_prob": {"critic": ALL}})
     values = {name: each.clone() for name, each in worker.critic.state_dict().items()}
     with worker.manager.phase("log_prob"):
@@ -107,7 +127,7 @@ def test_a_manager_that_is_dropped_while_something_arrives_early_ends_at_once_an
     assert device.memory().chunk_bytes == 0
 
 
-def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets_less_from_then_on() -> None:
+def test_early_chunks_are_given_up_when_torch_finds_no_memory() -> None:
     worker = early_worker({"log_prob": {"critic": ALL, "critic.optimizer": ALL}})
     device = worker.manager.device
     assert isinstance(device, SimulatedDevice)
@@ -115,7 +135,9 @@ def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets
         first = sum(early_bytes(worker).values())
         device.run_out_of_memory()
         assert early_bytes(worker) == {}
-        assert device.memory().chunk_bytes == worker.actor.resident_bytes + worker.ref.resident_bytes
+        assert (
+            device.memory().chunk_bytes == worker.actor.resident_bytes + worker.ref.resident_bytes
+        )
         step.switch("reward")
         step.switch("log_prob")
         assert 0 < sum(early_bytes(worker).values()) <= first // 2
@@ -140,15 +162,20 @@ def test_done_with_offloads_at_once_and_its_memory_is_used_for_what_comes_next()
         step.done_with("ref")  # a second time: nothing to do
         with worker.manager.phase("checkpoint"):
             pass
-        assert worker.ref.state is State.CPU_OFFLOADED  # the phase around an inner one stays without it
+        # the phase around an inner one stays without it
+        assert worker.ref.state is State.CPU_OFFLOADED
         step.switch("log_prob")
         assert worker.ref.state is State.GPU_RESIDENT
     assert_nothing_resident(worker.manager)
 
 
-@given(st.integers(0, 100), st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6))
+@given(
+    st.integers(0, 100),
+    st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6),
+)
 def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wish]) -> None:
-    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]  # what leaves holds its room at first
+    # what leaves holds its room at first
+    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]
     shares = divide(room, wishes)
     wanted = sum(wish.wanted_bytes for wish in wishes)
     assert sum(share.last_bytes for share in shares) == min(room, wanted)
@@ -156,7 +183,8 @@ def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wis
     in_need = False
     for share, wish in zip(shares, wishes, strict=True):
         assert 0 <= share.first_bytes <= wish.wanted_bytes
-        assert not (in_need and share.last_bytes)  # nobody gets anything behind one that lacks something
+        # nobody gets anything behind one that lacks something
+        assert not (in_need and share.last_bytes)
         in_need = in_need or share.last_bytes < wish.wanted_bytes
 
 
@@ -168,21 +196,32 @@ def train(worker: Worker, seed: int = 0) -> None:
 
 
 def trained_values(worker: Worker) -> Any:
-    return copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict(), worker.sgd.state_dict()))
+    return copy.deepcopy(
+        (worker.net.state_dict(), worker.adam.state_dict(), worker.sgd.state_dict())
+    )
 
 
 def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
-    """The reference comes sooner than what leaves. At first there is no room for three of its five chunks."""
-    lacking, wanted_early = 3, {"ref": ALL, "actor.optimizer": ALL, "actor": ALL, "critic.optimizer": ALL}
+    """The reference comes sooner than what leaves. At first there is no room for three of its five
+    chunks."""
+    lacking, wanted_early = (
+        3,
+        {"ref": ALL, "actor.optimizer": ALL, "actor": ALL, "critic.optimizer": ALL},
+    )
     device = LateDevice(64 << 20, chunk_bytes=CHUNK)
-    worker = Worker(policy=Early({"values": wanted_early}), device=device, budget_bytes=(30 - lacking) * CHUNK)
+    worker = Worker(
+        policy=Early({"values": wanted_early}), device=device, budget_bytes=(30 - lacking) * CHUNK
+    )
     with worker.manager.phase("train"):
         train(worker)
     with worker.manager.phase("train") as step:
         train(worker, 1)
         wanted = trained_values(worker)
         step.switch("values")
-        others = [worker.manager.handles[name] for name in ("actor.optimizer", "actor", "critic.optimizer")]
+        others = [
+            worker.manager.handles[name]
+            for name in ("actor.optimizer", "actor", "critic.optimizer")
+        ]
         copies = worker.manager._stack.reconciler.prefetcher.copies
         until(lambda: not copies._bursts)
         with copies._lock:  # the thread has started the last burst

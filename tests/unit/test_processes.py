@@ -22,7 +22,9 @@ from tests.support.forked import exit_code
 from tests.support.programs import Programs
 from tests.support.worker import Worker, assert_same, batch, in_a_range, learn, net
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 
 def in_child(work: Callable[[], None]) -> None:
@@ -57,9 +59,14 @@ def refused(work: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("phase", [None, "train"])
 @pytest.mark.parametrize("what", ["parameter", "clone"])
-def test_a_forked_child_does_not_have_the_memory_of_handles(worker: Worker, what: str, phase: str | None) -> None:
+def test_a_forked_child_does_not_have_the_memory_of_handles(
+    worker: Worker, what: str, phase: str | None
+) -> None:
     """As docs/worker.md says: better a crash than old bytes."""
-    tensor = {"parameter": worker.net[0].weight.detach(), "clone": worker.net.state_dict()["0.weight"].clone()}[what]
+    tensor = {
+        "parameter": worker.net[0].weight.detach(),
+        "clone": worker.net.state_dict()["0.weight"].clone(),
+    }[what]
 
     def read() -> int:
         torch.set_num_threads(1)
@@ -69,25 +76,40 @@ def test_a_forked_child_does_not_have_the_memory_of_handles(worker: Worker, what
         assert exit_code(read) == (0 if what == "clone" else -signal.SIGSEGV)
 
 
-@pytest.mark.parametrize(("taken_in", "forked_in"), [(None, None), (None, "train"), ("train", None)])
+@pytest.mark.parametrize(
+    ("taken_in", "forked_in"), [(None, None), (None, "train"), ("train", None)]
+)
 def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(
     worker: Worker, taken_in: str | None, forked_in: str | None, tmp_path: Path
 ) -> None:
-    """Megatron-LM PR #2288 stages a state dict with `.to("cpu")`, which copies nothing on the host, and writes it in a forked child."""
+    """Megatron-LM PR #2288 stages a state dict with `.to("cpu")`, which copies nothing on the host,
+    and writes it in a forked child."""
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     with contextlib.nullcontext() if taken_in is None else worker.manager.phase(taken_in):
         dicts = [worker.actor.state_dict(), worker.net.state_dict(), worker.net[0].state_dict()]
         dicts.append(worker.optimizer.state_dict()["state"][0])
     found = [value for each in dicts for value in each.values() if value.dim()]
-    found += [view for value in dicts[0].values() for view in (value.to("cpu"), value.detach(), value[0], value.flatten())]
+    found += [
+        view
+        for value in dicts[0].values()
+        for view in (value.to("cpu"), value.detach(), value[0], value.flatten())
+    ]
     copies = [value.clone() for value in found]
     true = [value.tolist() for value in copies]
 
     def child() -> None:
         save = functools.partial(torch.save, f=tmp_path / "found")
         for value in found:
-            for use in (save, torch.Tensor.tolist, torch.Tensor.numpy, torch.clone, pickle.dumps, copy.deepcopy, torch.sum):
+            for use in (
+                save,
+                torch.Tensor.tolist,
+                torch.Tensor.numpy,
+                torch.clone,
+                pickle.dumps,
+                copy.deepcopy,
+                torch.sum,
+            ):
                 refused(functools.partial(use, value))
         torch.save(copies, tmp_path / "copies")
 
@@ -98,7 +120,9 @@ def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(
 
 
 @pytest.mark.parametrize("phase", [None, "train"])
-def test_a_forked_child_can_use_nothing_of_the_parents_manager(worker: Worker, phase: str | None) -> None:
+def test_a_forked_child_can_use_nothing_of_the_parents_manager(
+    worker: Worker, phase: str | None
+) -> None:
 
     def child() -> None:
         manager = worker.manager
@@ -136,12 +160,18 @@ def test_a_forked_child_can_use_nothing_of_the_parents_manager(worker: Worker, p
 
 
 def test_memory_of_a_child_never_lies_where_its_parents_memory_lies() -> None:
-    """Handles and the storages of tensors are looked up by address, and a child inherits the tables of its parent."""
+    """Handles and the storages of tensors are looked up by address, and a child inherits the tables
+    of its parent."""
     workers = [Worker() for _ in range(3)]
 
     def child(taken: list[tuple[int, int]], generations: int) -> None:
         own = [Worker() for _ in range(6)]
-        assert not [(one, other) for one in spans(own) for other in taken if one[0] < other[1] and other[0] < one[1]]
+        assert not [
+            (one, other)
+            for one in spans(own)
+            for other in taken
+            if one[0] < other[1] and other[0] < one[1]
+        ]
         for worker in own:
             assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
         if generations > 1:
@@ -152,14 +182,21 @@ def test_memory_of_a_child_never_lies_where_its_parents_memory_lies() -> None:
 
 def spans(workers: list[Worker]) -> list[tuple[int, int]]:
     """First address and end of every range and host copy."""
-    ranges = [each for worker in workers for handle in worker.manager.handles.values() for each in handle.storage.ranges]
+    ranges = [
+        each
+        for worker in workers
+        for handle in worker.manager.handles.values()
+        for each in handle.storage.ranges
+    ]
     places = [(each.layout.addresses.base, each.layout.addresses.nbytes) for each in ranges]
     places += [(each.host.address, each.host.nbytes) for each in ranges]
     return [(address, address + nbytes) for address, nbytes in places if nbytes]
 
 
 def test_a_data_loader_with_forked_workers_inside_a_phase(worker: Worker) -> None:
-    data: Any = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    data: Any = torch.utils.data.DataLoader(
+        torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork"
+    )  # type: ignore[arg-type]
     with worker.manager.phase("train"):
         assert [int(part.sum()) for part in data] == [6, 22, 38]
         learn(worker.net, worker.adam)
@@ -189,17 +226,28 @@ with manager.phase("train"):
         (
             (
                 "ready = threading.Event()\n"
-                "def work():\n    with manager.phase('train'):\n        ready.set(); threading.Event().wait()\n"
+                "def work():\n"
+                "    with manager.phase('train'):\n"
+                "        ready.set(); threading.Event().wait()\n"
                 "threading.Thread(target=work, daemon=True).start(); ready.wait(); sys.exit(6)"
             ),
             6,
             "",
         ),
         ("import atexit\natexit.register(lambda: print(manager.audit().ok))", 0, ""),
-        ("manager.me = manager; actor.me = actor; model.me = [model]; del manager, actor, model, adam", 0, ""),
+        (
+            (
+                "manager.me = manager; actor.me = actor; model.me = [model]; del manager, actor, "
+                "model, adam"
+            ),
+            0,
+            "",
+        ),
     ],
 )
-def test_the_exit_code_is_the_programs(programs: Programs, code: str, status: int, error: str) -> None:
+def test_the_exit_code_is_the_programs(
+    programs: Programs, code: str, status: int, error: str
+) -> None:
     done = programs.run(BEGIN + code)
     assert done.status == status, done.errors
     if error:

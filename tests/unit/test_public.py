@@ -60,7 +60,8 @@ import sys, torch
 of_torch = set(sys.modules)  # where cuda-bindings is installed, torch imports it
 import placement, placement.observe
 placement.Manager, placement.Engine, placement.WeightInfo  # loaded when they are first used
-optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang", "verl", "transformers", "cuda")
+optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang")
+optional += ("verl", "transformers", "cuda")
 optional += ("torch.distributed.checkpoint", "accelerate", "deepspeed", "megatron", "torchao")
 print([name for name in optional if name in sys.modules and name not in of_torch])
 from placement.testing import SimulatedDevice
@@ -73,6 +74,12 @@ manager.snapshot(); manager.audit()
 print([name for name in optional[2:] if name in sys.modules and name not in of_torch])
 print(placement.policies.Colocated.__name__)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT.parent,
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["[]", "[]", "Colocated"]

@@ -1,4 +1,5 @@
-"""`handle.weight_changes()`: receivers that write the changes have the bits of a whole publication, whatever came in between."""
+"""`handle.weight_changes()`: receivers that write the changes have the bits of a whole publication,
+whatever came in between."""
 
 from __future__ import annotations
 
@@ -51,14 +52,22 @@ class Receiver:
     def __init__(self, actor: Any, **how: Any) -> None:
         self.actor, self.how = actor, how
         self.version: int | None = None
-        weights = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in actor.weights_info(**how)}
-        self.weights = {name: nn.Parameter(each, requires_grad=each.is_floating_point()) for name, each in weights.items()}
+        weights = {
+            info.name: torch.zeros(info.shape, dtype=info.dtype)
+            for info in actor.weights_info(**how)
+        }
+        self.weights = {
+            name: nn.Parameter(each, requires_grad=each.is_floating_point())
+            for name, each in weights.items()
+        }
 
     def sync(self, bucket_bytes: int = 1 << 16) -> dict[str, WeightChange]:
         """Take one publication. Returns its changes, with tensors of their own."""
         got: dict[str, WeightChange] = {}
         before = self.actor.counters.loaded_bytes
-        for bucket in self.actor.weight_changes(since=self.version, bucket_bytes=bucket_bytes, **self.how):
+        for bucket in self.actor.weight_changes(
+            since=self.version, bucket_bytes=bucket_bytes, **self.how
+        ):
             assert bucket.nbytes <= bucket_bytes or len(bucket) == 1
             assert bucket.base in (None, self.version)
             for change in bucket:
@@ -82,18 +91,30 @@ class Receiver:
             seen |= {name: tensor.clone() for name, tensor in bucket}
         assert seen.keys() == self.weights.keys()
         for name, tensor in seen.items():
-            assert tensor.view(-1).view(torch.uint8).equal(self.weights[name].view(-1).view(torch.uint8)), name
+            assert (
+                tensor.view(-1)
+                .view(torch.uint8)
+                .equal(self.weights[name].view(-1).view(torch.uint8))
+            ), name
 
 
 class Job:
     """One actor with AdamW, a step of which changes few elements of the bf16 weights."""
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, policy: Any = None, *, lr: float = 1e-5, device: Any = None, **settings: Any
+        self,
+        dtype: torch.dtype = torch.float32,
+        policy: Any = None,
+        *,
+        lr: float = 1e-5,
+        device: Any = None,
+        **settings: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model: Any = Model().to(dtype)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=lr
+        )
         device = device or SimulatedDevice(64 << 20, chunk_bytes=CHUNK)
         self.manager = Manager(device=device, policy=policy or Colocated(), **settings)
         self.actor = self.manager.register("actor", self.model, role="actor")
@@ -101,7 +122,9 @@ class Job:
 
     def step(self, seed: int = 0) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(seed))).backward()
+        self.model(
+            torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(seed))
+        ).backward()
         self.optimizer.step()
 
     def train(self, seed: int = 0) -> None:
@@ -147,9 +170,12 @@ def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
             assert wholes(got) == set(receiver.weights)
             assert recorded == 0
             continue
-        assert wholes(got) <= {"steps"} | {f"layers.{at}.bias" for at in range(6)}  # more than one in eight of 64 elements
+        # more than one in eight of 64 elements
+        assert wholes(got) <= {"steps"} | {f"layers.{at}.bias" for at in range(6)}
         assert 0 < recorded < whole / 50
-        positions = sum(change.positions.numel() for change in got.values() if change.positions is not None)
+        positions = sum(
+            change.positions.numel() for change in got.values() if change.positions is not None
+        )
         assert 0 < positions <= recorded / 4
         assert receiver.loaded_bytes == 0
         assert got["frozen.weight"].values.numel() == 0
@@ -157,14 +183,21 @@ def test_steps_that_are_offloaded_before_the_publication(streams: bool) -> None:
 
 
 class Views(nn.Module):
-    """Parameters that share storages: a part of another one, at its beginning, and one with gaps. Types that torch cannot index."""
+    """Parameters that share storages: a part of another one, at its beginning, and one with gaps.
+    Types that torch cannot index."""
 
     def __init__(self) -> None:
         super().__init__()
         whole = torch.zeros(64, 256, dtype=torch.bfloat16)
         self.part, self.whole = nn.Parameter(whole[:4]), nn.Parameter(whole)
         self.gaps = nn.Parameter(torch.zeros(64, 4096, dtype=torch.bfloat16)[:, ::256])
-        for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
+        for dtype in (
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+            torch.float8_e8m0fnu,
+            torch.float4_e2m1fn_x2,
+        ):
             self.register_buffer(str(dtype)[6:], torch.zeros(4096, dtype=torch.uint8).view(dtype))
 
 
@@ -200,7 +233,9 @@ def test_a_record_counts_against_the_limit_on_host_memory(tmp_path: Path) -> Non
     for index in range(2):
         job.train(index)
         settle(job.manager)
-        assert (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
+        assert (
+            (recorded_bytes(job) > 0) is (job.manager.handles["adam"].disk_bytes > 0) is bool(index)
+        )
         assert sum(handle.host_bytes for handle in job.manager.handles.values()) <= limit
         got = job.publish(receiver)
     assert wholes(got) <= {"steps"}
@@ -244,7 +279,16 @@ def test_recorded_is_what_differs_in_the_published_dtype_by_its_bits(streams: bo
 
 @pytest.mark.parametrize(
     "how",
-    ["state dict before", "state dict", "restore", "failed offload", "no memory", "no memory at the end", "load_state_dict", "swapped"],
+    [
+        "state dict before",
+        "state dict",
+        "restore",
+        "failed offload",
+        "no memory",
+        "no memory at the end",
+        "load_state_dict",
+        "swapped",
+    ],
 )
 def test_what_breaks_the_proof_makes_weights_whole(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -258,12 +302,15 @@ def test_what_breaks_the_proof_makes_weights_whole(
     if how == "state dict before":
         job.actor.state_dict()["layers.0.weight"][0] = 7.0
     if how.startswith("no memory"):
-        monkeypatch.setattr(changes, "SLICES", 1 if how == "no memory" else 100)  # asked for while more is compared, or at the end
+        # asked for while more is compared, or at the end
+        monkeypatch.setattr(changes, "SLICES", 1 if how == "no memory" else 100)
         monkeypatch.setattr(torch, "nonzero_static", Mock(side_effect=torch.OutOfMemoryError))
     job.manager.enter("train")
     job.step(1)
     if how == "load_state_dict":
-        job.model.load_state_dict({name: value * 2 for name, value in job.model.state_dict().items()})
+        job.model.load_state_dict(
+            {name: value * 2 for name, value in job.model.state_dict().items()}
+        )
     elif how == "swapped":
         one, other = (job.model.layers[at].weight for at in (2, 3))
         one.data, other.data = other.data, one.data
@@ -279,7 +326,8 @@ def test_what_breaks_the_proof_makes_weights_whole(
     elif how == "restore":
         placement.checkpoint.load(job.manager, tmp_path)
     got = job.publish(receiver)
-    assert ("layers.0.weight" in wholes(got)) is (how != "restore")  # which brings back what was published
+    # which brings back what was published
+    assert ("layers.0.weight" in wholes(got)) is (how != "restore")
     job.train(3)
     monkeypatch.undo()
     job.publish(receiver)
@@ -328,7 +376,11 @@ def test_an_offload_that_fails_under_way(operation: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "offloads"),
-    [*((how, True) for how in ("missed", "unknown", "early end", "another dtype", "restart")), ("missed", False), ("early end", False)],
+    [
+        *((how, True) for how in ("missed", "unknown", "early end", "another dtype", "restart")),
+        ("missed", False),
+        ("early end", False),
+    ],
 )
 def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: bool) -> None:
     job = Job(torch.bfloat16)
@@ -370,8 +422,11 @@ def test_a_receiver_that_lacks_the_version_gets_everything(how: str, offloads: b
 
 
 @pytest.mark.parametrize("by", ["a policy that leaves it aside", "a checkpoint"])
-def test_what_has_reached_the_host_copy_before_the_publication_is_recorded_too(by: str, tmp_path: Path) -> None:
-    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))  # saved while that phase computes
+def test_what_has_reached_the_host_copy_before_the_publication_is_recorded_too(
+    by: str, tmp_path: Path
+) -> None:
+    # saved while that phase computes
+    job = Job(torch.bfloat16, Early({"ref_log_prob": {"actor": 1 << 30}}))
     receiver = Receiver(job.actor)
     for index in range(3):
         with job.manager.phase("train") as phase:

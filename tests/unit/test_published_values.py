@@ -1,4 +1,5 @@
-"""What is published, when and from where: names, buckets, dtypes, what a cast leaves alone, what `transform=` makes of a weight."""
+"""What is published, when and from where: names, buckets, dtypes, what a cast leaves alone, what
+`transform=` makes of a weight."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.worker import SYNC, assert_same, make_manager
 
-DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype) and "q" not in str(each)}, key=str)
+DTYPES = sorted(
+    {
+        each
+        for each in vars(torch).values()
+        if isinstance(each, torch.dtype) and "q" not in str(each)
+    },
+    key=str,
+)
 """All of torch's dtypes but those of its quantised tensors, which cannot be registered."""
 BF16 = torch.bfloat16
 
@@ -27,7 +35,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """A router with a bias in float32, block-quantised layers, packed integers, and layers that may be cast."""
+    """A router with a bias in float32, block-quantised layers, packed integers, and layers that may
+    be cast."""
 
     _keep_in_fp32_modules = ("wo",)
     _keep_in_fp32_modules_strict = ("gate.*_bias",)
@@ -40,10 +49,14 @@ class Model(nn.Module):
         self.gate.correction_bias = nn.Parameter(torch.rand(8))
         self.wo = nn.Linear(4, 4, bias=False)
         self.float8 = nn.Linear(4, 4)
-        self.float8.weight = nn.Parameter(torch.rand(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.float8.weight = nn.Parameter(
+            torch.rand(4, 4).to(torch.float8_e4m3fn), requires_grad=False
+        )
         self.float8.weight_scale_inv = nn.Parameter(torch.rand(1, 1))
         self.packed = nn.Module()
-        self.packed.blocks = nn.Parameter(torch.randint(255, (4, 4), dtype=torch.uint8), requires_grad=False)
+        self.packed.blocks = nn.Parameter(
+            torch.randint(255, (4, 4), dtype=torch.uint8), requires_grad=False
+        )
         self.packed.zeros = nn.Parameter(torch.rand(4))
         self.scales = nn.ParameterList([nn.Parameter(torch.rand(4))])
 
@@ -83,7 +96,9 @@ def manager(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float16", BF16, torch.float64])
-def test_one_dtype_for_all_leaves_buffers_quantised_weights_their_scales_and_pinned_ones(manager: Any, dtype: Any) -> None:
+def test_one_dtype_for_all_leaves_buffers_quantised_weights_their_scales_and_pinned_ones(
+    manager: Any, dtype: Any
+) -> None:
     model = Model()
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     actor = manager.register("actor", model, role="actor")
@@ -91,15 +106,26 @@ def test_one_dtype_for_all_leaves_buffers_quantised_weights_their_scales_and_pin
     assert {name: tensor.dtype for name, tensor in found.items() if name in KEPT} == KEPT
     assert {name for name in found if name not in KEPT} == CAST
     for name, tensor in found.items():
-        assert as_bytes(tensor).equal(as_bytes(wanted[name] if name in KEPT else wanted[name].to(tensor.dtype))), name
-    assert {found[name].dtype for name in CAST} == {actor.weights_info(dtype=dtype)[0].dtype} != {torch.float32}
+        assert as_bytes(tensor).equal(
+            as_bytes(wanted[name] if name in KEPT else wanted[name].to(tensor.dtype))
+        ), name
+    assert (
+        {found[name].dtype for name in CAST}
+        == {actor.weights_info(dtype=dtype)[0].dtype}
+        != {torch.float32}
+    )
 
 
 def test_a_mapping_and_a_function_decide_by_weight(manager: Any) -> None:
     model = Model()
     actor = manager.register("actor", model, role="actor")
     own = {info.name: info.dtype for info in actor.weights_info()}
-    chosen = {"plain.weight": "bf16", "wo.weight": torch.float16, "norm.running_mean": BF16, "float8.weight": torch.float8_e4m3fn}
+    chosen = {
+        "plain.weight": "bf16",
+        "wo.weight": torch.float16,
+        "norm.running_mean": BF16,
+        "float8.weight": torch.float8_e4m3fn,
+    }
     found = published(manager, actor, dtype={**chosen, "plain.bias": None})
     changed = {"plain.weight": BF16, "wo.weight": torch.float16, "norm.running_mean": BF16}
     assert {name: tensor.dtype for name, tensor in found.items()} == own | changed
@@ -112,15 +138,37 @@ def test_a_mapping_and_a_function_decide_by_weight(manager: Any) -> None:
 
     assert {info.name: info.dtype for info in actor.weights_info(dtype=choose)} == own | changed
     assert asked == [name for name, dtype in own.items() if dtype.is_floating_point]
-    assert all(tensor.equal(found[name]) for name, tensor in published(manager, actor, dtype=choose).items() if name in changed)
+    assert all(
+        tensor.equal(found[name])
+        for name, tensor in published(manager, actor, dtype=choose).items()
+        if name in changed
+    )
 
 
 WRONG: list[tuple[Any, str]] = [
     ({"plain.wieght": BF16}, r"'plain\.wieght' is not the name of a published weight"),
     ({"plain.weight": "bf15"}, r"dtype of 'plain\.weight': 'bf15' is no dtype"),
     ({"plain.weight": torch.int8}, r"'plain\.weight'.*torch\.int8 is not floating-point"),
-    ({"plain.weight": torch.float8_e5m2}, r"'plain\.weight'.*torch\.float8_e5m2 stands for values only with its scales"),
-    ({"float8.weight": BF16}, r"'float8\.weight'.*torch\.float8_e4m3fn stands for values only with its scales"),
+    (
+        {"plain.weight": torch.float8_e5m2},
+        (
+            r"'plain\.weight'.*torch\.float8_e5m2 "
+            r"stands "
+            r"for "
+            r"values "
+            r"only with its scales"
+        ),
+    ),
+    (
+        {"float8.weight": BF16},
+        (
+            r"'float8\.weight'.*torch\.float8_e4m3fn stands for "
+            r"values "
+            r"only "
+            r"with "
+            r"its scales"
+        ),
+    ),
     (lambda name, info: 16, r"dtype of '.*': 16 is no dtype"),
     (lambda name, info: BF16, r"'float8\.weight'.*stands for values only"),
     (torch.int32, "torch.int32 is not floating-point"),
@@ -129,7 +177,9 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("dtype", "said"), WRONG)
-def test_a_dtype_that_cannot_be_is_refused_before_anything_is_published(dtype: Any, said: str) -> None:
+def test_a_dtype_that_cannot_be_is_refused_before_anything_is_published(
+    dtype: Any, said: str
+) -> None:
     manager, model = make_manager(), Model()
     actor = manager.register("actor", model, role="actor")
     with pytest.raises(ValueError, match=said):
@@ -176,10 +226,24 @@ def float8(model: nn.Sequential) -> None:
 
 DIFFERENCES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a name that it lacks": (lambda model: model.__delitem__(2), r"'2\.weight' is not a weight"),
-    "another shape": (lambda model: model.__setitem__(2, nn.Linear(4, 3, bias=False)), r"'2\.weight' has shape \(4, 4\)"),
-    "a quantised weight": (float8, r"'2\.weight' has dtype torch\.float32, the engine's has torch\.float8_e4m3fn"),
+    "another shape": (
+        lambda model: model.__setitem__(2, nn.Linear(4, 3, bias=False)),
+        (r"'2\.weight' has shape \(4, 4\)"),
+    ),
+    "a quantised weight": (
+        float8,
+        (
+            r"'2\.weight' has dtype torch\.float32, "
+            r"the "
+            r"engine's "
+            r"has "
+            r"torch\.float8_e4m3fn"
+        ),
+    ),
     "integers": (
-        lambda model: model[2].__setattr__("weight", nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)),
+        lambda model: model[2].__setattr__(
+            "weight", nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
+        ),
         "torch.int32: a cast would change",
     ),
 }
@@ -187,7 +251,9 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one bucket", "three buckets"])
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_an_engine_that_cannot_take_all_of_a_publishing_takes_none(difference: str, apart: bool) -> None:
+def test_an_engine_that_cannot_take_all_of_a_publishing_takes_none(
+    difference: str, apart: bool
+) -> None:
     change, said = DIFFERENCES[difference]
     manager, model, inner = make_manager(), three(), three()
     change(inner)
@@ -198,11 +264,15 @@ def test_an_engine_that_cannot_take_all_of_a_publishing_takes_none(difference: s
         with pytest.raises(EngineError, match=said):
             engine.update_weights(next(actor.weights(bucket_bytes=1 if apart else 1 << 20)))
         phase.switch("rollout")
-        assert all(as_bytes(tensor).equal(before[name]) for name, tensor in inner.state_dict().items())
+        assert all(
+            as_bytes(tensor).equal(before[name]) for name, tensor in inner.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize("wrong", [("3.weight", torch.ones(4, 4)), ("2.weight", torch.ones(4))])
-def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(wrong: tuple[str, torch.Tensor]) -> None:
+def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(
+    wrong: tuple[str, torch.Tensor],
+) -> None:
     engine = TorchEngine(three())
     before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
     bucket: Sequence[tuple[str, torch.Tensor]] = [("0.weight", torch.ones(4, 4)), wrong]
@@ -229,15 +299,23 @@ def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager:
     model = net()
     wanted: dict[str, torch.Tensor] = {}
     for name, value in copy.deepcopy(model.state_dict()).items():
-        wanted |= dict([(name, made)] if isinstance(made := quantised(name, value), torch.Tensor) else made)
+        wanted |= dict(
+            [(name, made)] if isinstance(made := quantised(name, value), torch.Tensor) else made
+        )
     actor = manager.register("actor", model, role="actor")
     infos = actor.weights_info(transform=quantised)
     with manager.phase("weight_sync"):
-        buckets = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in actor.weights(transform=quantised, bucket_bytes=1500)]
+        buckets = [
+            [(name, tensor.clone()) for name, tensor in bucket]
+            for bucket in actor.weights(transform=quantised, bucket_bytes=1500)
+        ]
     found = dict(pair for bucket in buckets for pair in bucket)
     assert_same(found, wanted)
-    assert [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()] == infos
-    # A layer is 1024 bytes of int8, its scale and its bias 128 each; its float32 matrix alone would be 4096.
+    assert [
+        WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
+    ] == infos
+    # A layer is 1024 bytes of int8, its scale and its bias 128 each; its float32 matrix alone would
+    # be 4096.
     assert [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets] == [1280] * 6
     assert_nothing_resident(manager)
 
@@ -269,7 +347,11 @@ def test_it_comes_after_the_cast_and_may_leave_a_weight_out(manager: Any) -> Non
         return tensor if tensor.ndim == 2 else []
 
     with manager.phase("weight_sync"):
-        found = [name for bucket in actor.weights(dtype="bfloat16", transform=matrices) for name, _ in bucket]
+        found = [
+            name
+            for bucket in actor.weights(dtype="bfloat16", transform=matrices)
+            for name, _ in bucket
+        ]
     assert found == [info.name for info in infos]
     assert actor.weights_info(dtype="bfloat16", transform=matrices) == infos
 
@@ -282,10 +364,21 @@ def test_a_function_that_needs_values_is_published_but_not_announced() -> None:
     def by_value(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor / tensor.abs().max().item()
 
-    with pytest.raises(ValueError, match=r"transform= cannot be run on '0.weight' without values.*weights\(\) does not"):
+    with pytest.raises(
+        ValueError,
+        match=r"transform= cannot be run "
+        r"on "
+        r"'0.weight' "
+        r"without "
+        r"values.*weights\(\) does not",
+    ):
         actor.weights_info(transform=by_value)
     with manager.phase("weight_sync"):
-        assert all(tensor.abs().max() == 1 for bucket in actor.weights(transform=by_value) for _, tensor in bucket)
+        assert all(
+            tensor.abs().max() == 1
+            for bucket in actor.weights(transform=by_value)
+            for _, tensor in bucket
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,16 +426,23 @@ NAMES = ["empty", "embed.weight", "layer.weight", "layer.bias", "steps", "freq"]
 
 def test_names_shapes_types_and_values_each_weight_once(manager: Any) -> None:
     model = Mixed()
-    wanted = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    wanted = {
+        name: tensor.detach().clone()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     actor = manager.register("actor", model, role="actor")
     assert [info.name for info in actor.weights_info()] == NAMES
     with manager.phase("weight_sync"):
         assert actor.state is SYNC
         found = copied(actor.weights())
-        assert (bool(actor.resident_bytes), bool(actor.counters.loaded_bytes)) == (not manager.policy.stream_sync,) * 2
+        assert (bool(actor.resident_bytes), bool(actor.counters.loaded_bytes)) == (
+            not manager.policy.stream_sync,
+        ) * 2
     assert list(found) == NAMES
     for info in actor.weights_info():
-        assert info == WeightInfo(info.name, tuple(wanted[info.name].shape), wanted[info.name].dtype)
+        assert info == WeightInfo(
+            info.name, tuple(wanted[info.name].shape), wanted[info.name].dtype
+        )
         assert_same(found[info.name], wanted[info.name])
     assert not any(tensor.requires_grad for tensor in found.values())
     assert_nothing_resident(manager)
@@ -375,7 +475,14 @@ def test_a_handle_of_before_unregister_says_so(manager: Any) -> None:
     manager.unregister("actor")
     new = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"):
-        with pytest.raises(PhaseError, match=r"or it was unregistered: use the handle of the last register\(\)"):
+        with pytest.raises(
+            PhaseError,
+            match=r"or it was unregistered: use the handle "
+            r"of "
+            r"the "
+            r"last "
+            r"register\(\)",
+        ):
             old.weights()
         assert len(next(iter(new.weights()))) == 2
 
@@ -398,7 +505,9 @@ def test_a_generator_that_outlives_its_phase_raises(manager: Any) -> None:
 
 
 @pytest.mark.parametrize("then", ["leave", "switch", "an error"])
-def test_the_memory_of_the_buckets_goes_back_at_the_end_of_the_sync(manager: Any, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+def test_the_memory_of_the_buckets_goes_back_at_the_end_of_the_sync(
+    manager: Any, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
     model = Mixed()
     actor, trims = manager.register("actor", model, role="actor"), list[str]()
     monkeypatch.setattr(manager.device, "trim", lambda: trims.append(actor.state))

@@ -1,4 +1,5 @@
-"""Random programs, with less host memory than their host copies take, pages that arrive early, and steps that stream their state or do not.
+"""Random programs, with less host memory than their host copies take, pages that arrive early, and
+steps that stream their state or do not.
 
 They compute and publish the same bits as on models that nobody moves.
 """
@@ -46,18 +47,46 @@ MEMORY: list[Memory] = [
     *((limit_bytes, "while_needed", 400) for limit_bytes in (190_000, 300_000, None)),
     *((None, "reserved", chunks) for chunks in (84, 110, 400)),
 ]
-"""Host memory: the least with which everything can be registered; about what trains at once; nearly everything; no limit, and no disk.
-And chunks of the device that leave room for little, for some, or for everything early."""
+"""Host memory: the least with which everything can be registered; about what trains at once; nearly
+everything; no limit, and no disk. And chunks of the device that leave room for little, for some, or
+for everything early."""
 PHASES = (
     *("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "train", "optimizer_step"),
     *("weight_sync", "checkpoint", "restore"),
 )
 ACTIONS = (
-    *("step", "step", "step", "step of some", "accumulate", "zero_grad", "full device", "tight device", "read", "write", "write state"),
-    *("show", "hold", "write what is held", "release", "save", "save and load", "begin anew", "nested", "done", "leave"),
+    *(
+        "step",
+        "step",
+        "step",
+        "step of some",
+        "accumulate",
+        "zero_grad",
+        "full device",
+        "tight device",
+        "read",
+        "write",
+        "write state",
+    ),
+    *(
+        "show",
+        "hold",
+        "write what is held",
+        "release",
+        "save",
+        "save and load",
+        "begin anew",
+        "nested",
+        "done",
+        "leave",
+    ),
 )
 ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5))
-STEPS = st.lists(st.tuples(st.sampled_from(PHASES), WANTED, st.lists(ACTION, max_size=4), st.booleans()), min_size=1, max_size=10)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(PHASES), WANTED, st.lists(ACTION, max_size=4), st.booleans()),
+    min_size=1,
+    max_size=10,
+)
 Step = tuple[str, dict[str, int], list[tuple[str, int]], bool]
 
 
@@ -72,12 +101,17 @@ class Changing(Colocated):
 
     def plan(self, view: View) -> Plan:
         plan = super().plan(view)
-        away = {n: b for n, b in self.wanted.items() if n in view.handles and plan[n] is State.CPU_OFFLOADED}
+        away = {
+            n: b
+            for n, b in self.wanted.items()
+            if n in view.handles and plan[n] is State.CPU_OFFLOADED
+        }
         return replace(plan, prefetch={} if view.phase == "idle" else away)
 
 
 class Net(nn.Module):
-    """Layers of which a step may use some. The state of one is larger than a bucket, and stepped in slices."""
+    """Layers of which a step may use some. The state of one is larger than a bucket, and stepped in
+    slices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,15 +139,23 @@ class Models:
 class Program:
     """Models that are placed, and the same ones without placement."""
 
-    def __init__(self, folder: str, optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int) -> None:
+    def __init__(
+        self, folder: str, optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
+    ) -> None:
         limit_bytes, host_copies, chunks = memory
         self.folder = folder
         self.placed, self.free = Models(), Models()
         self.both = (self.placed, self.free)
         self.policy = Changing(optimizer_in, stream_sync=bucket_chunks == 1)
         self.device = LateDevice(chunks * CHUNK, chunk_bytes=CHUNK)
-        self.budget_bytes = chunks * CHUNK if limit_bytes is None and host_copies == "reserved" else None
-        limit: dict[str, Any] = {} if limit_bytes is None else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
+        self.budget_bytes = (
+            chunks * CHUNK if limit_bytes is None and host_copies == "reserved" else None
+        )
+        limit: dict[str, Any] = (
+            {}
+            if limit_bytes is None
+            else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
+        )
         self.manager = placement.Manager(
             device=self.device,
             policy=self.policy,
@@ -148,7 +190,9 @@ class Program:
         self.phase.__exit__(None, None, None)
         assert_nothing_resident(self.manager)
 
-    def run(self, name: str, wanted: Mapping[str, int], actions: Sequence[tuple[str, int]], waits: bool) -> None:
+    def run(
+        self, name: str, wanted: Mapping[str, int], actions: Sequence[tuple[str, int]], waits: bool
+    ) -> None:
         self.policy.wanted = wanted
         self.step.switch(name)
         if waits and self.has_tier:
@@ -162,7 +206,11 @@ class Program:
                 assert_same(dict(shown), dict(values))
         self.manager.check_integrity()
         handles = self.manager.handles.values()
-        assert self.budget_bytes is None or sum(h.resident_bytes - h.storage.unadopted_bytes for h in handles) <= self.budget_bytes
+        assert (
+            self.budget_bytes is None
+            or sum(h.resident_bytes - h.storage.unadopted_bytes for h in handles)
+            <= self.budget_bytes
+        )
 
     def act(self, action: str, number: int) -> None:
         self.count += 1
@@ -200,13 +248,17 @@ class Program:
         if action != "accumulate":
             self.free.adam.step()
             if action == "tight device":
-                self.device.outside_bytes = max(0, self.device.memory().free_bytes - (10 + number) * CHUNK)
+                self.device.outside_bytes = max(
+                    0, self.device.memory().free_bytes - (10 + number) * CHUNK
+                )
             self.placed.adam.step()
             self.device.outside_bytes = 0
 
     def save_or_replace(self, action: str, name: str) -> None:
         if action == "save":
-            placement.checkpoint.save(self.manager, f"{self.folder}/saved-{self.count}", only=["actor"])
+            placement.checkpoint.save(
+                self.manager, f"{self.folder}/saved-{self.count}", only=["actor"]
+            )
         for each in self.both:
             if action == "begin anew":
                 each.adam.state.clear()
@@ -240,14 +292,27 @@ class Program:
 
 
 @pytest.mark.timeout(3000 if IS_SWEEP else 600)
-@settings(max_examples=8000 if IS_SWEEP else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=8000 if IS_SWEEP else 50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @example(
-    steps=[("train", {}, [("step", 0)], True), ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)], True), ("train", {}, [], False)],
+    steps=[
+        ("train", {}, [("step", 0)], True),
+        ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)], True),
+        ("train", {}, [], False),
+    ],
     optimizer_in="streamed",
     memory=(190_000, "reserved", 400),
     bucket_chunks=3,
 )
-@example(steps=[("rollout", {"actor.optimizer": ALL}, [], False)], optimizer_in="train", memory=(None, "reserved", 84), bucket_chunks=3)
+@example(
+    steps=[("rollout", {"actor.optimizer": ALL}, [], False)],
+    optimizer_in="train",
+    memory=(None, "reserved", 84),
+    bucket_chunks=3,
+)
 @example(
     steps=[("train", {}, [("begin anew", 0)], False), ("restore", {}, [], False)],
     optimizer_in="streamed",
@@ -255,10 +320,16 @@ class Program:
     bucket_chunks=1,
 )
 @given(
-    steps=STEPS, optimizer_in=st.sampled_from(["train", "streamed"]), memory=st.sampled_from(MEMORY), bucket_chunks=st.sampled_from([1, 3])
+    steps=STEPS,
+    optimizer_in=st.sampled_from(["train", "streamed"]),
+    memory=st.sampled_from(MEMORY),
+    bucket_chunks=st.sampled_from([1, 3]),
 )
-def test_random_programs_compute_the_same_bits(steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int) -> None:
-    is_idle = unittest.mock.patch.object(UseHistory, "is_idle", return_value=True)  # host copies are given back: nobody may need any
+def test_random_programs_compute_the_same_bits(
+    steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
+) -> None:
+    # host copies are given back: nobody may need any
+    is_idle = unittest.mock.patch.object(UseHistory, "is_idle", return_value=True)
     with tempfile.TemporaryDirectory() as folder, is_idle:
         program = Program(folder, optimizer_in, memory, bucket_chunks)
         for step in steps:

@@ -1,4 +1,5 @@
-"""Registration: what is taken in, what is built when a plan wants it, what leaves again, and when."""
+"""Registration: what is taken in, what is built when a plan wants it, what leaves again, and
+when."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def test_registering_keeps_every_object_and_every_value_and_puts_nothing_on_the_
     before, values = parameters_of(model), copy.deepcopy(model.state_dict())
     manager = make_manager()
     handle = manager.register("actor", model, role="actor")
-    assert (handle.state, handle.resident_bytes, handle.kind, handle.role) == (OFF, 0, "module", "actor")
+    assert (handle.state, handle.resident_bytes, handle.kind, handle.role) == (
+        OFF,
+        0,
+        "module",
+        "actor",
+    )
     assert handle.object is model
     assert manager.device.memory().chunk_bytes == 0
     assert all(found is before[name] for name, found in parameters_of(model).items())
@@ -78,7 +84,10 @@ def test_a_module_that_does_not_fit_into_the_open_phase_is_not_registered() -> N
             manager.register("ref", wide, role="ref")
         assert list(manager.handles) == ["actor"]
         assert_same(wide.state_dict(), values)
-        assert all(found is before[name] and not in_a_range(found) for name, found in parameters_of(wide).items())
+        assert all(
+            found is before[name] and not in_a_range(found)
+            for name, found in parameters_of(wide).items()
+        )
         assert model(batch()).isfinite().all()
         wide(batch(width=256))  # no guard is left on it
     assert_nothing_resident(manager)
@@ -135,8 +144,13 @@ def test_registering_again_returns_the_same_handle() -> None:
     worker = trained()
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
-        assert worker.manager.register("actor", worker.net, role="actor", replace=True) is worker.actor
-        assert worker.manager.register("actor.optimizer", worker.adam, replace=True) is worker.optimizer
+        assert (
+            worker.manager.register("actor", worker.net, role="actor", replace=True) is worker.actor
+        )
+        assert (
+            worker.manager.register("actor.optimizer", worker.adam, replace=True)
+            is worker.optimizer
+        )
         learn(worker.net, worker.adam)
     with pytest.raises(RegistrationError, match="is registered already"):
         worker.manager.register("actor", worker.net, role="actor")
@@ -164,7 +178,10 @@ def test_a_handle_is_handed_back_on_the_device() -> None:
     with pytest.raises(PhaseError, match="did you mean 'actor'"):
         worker.manager.close(on_device=["acto"])
     worker.manager.close(on_device=["actor"])
-    assert [handle.counters.loaded_bytes > bytes_before for handle, bytes_before in zip(handles, before, strict=True)] == [True, False]
+    assert [
+        handle.counters.loaded_bytes > bytes_before
+        for handle, bytes_before in zip(handles, before, strict=True)
+    ] == [True, False]
     assert_same(dict(worker.net.state_dict()), dict(values))
     worker.net(batch())
     worker.manager.close(on_device=["actor"])  # again: nothing happens
@@ -207,7 +224,11 @@ def test_a_lazy_optimizer_is_built_after_its_owner() -> None:
         return built[0]
 
     actor = manager.register("actor", Lazy(model), role="actor")
-    adam = manager.register("adam", Lazy(lambda: torch.optim.AdamW(built[0].parameters()), kind="optimizer"), owner=actor)
+    adam = manager.register(
+        "adam",
+        Lazy(lambda: torch.optim.AdamW(built[0].parameters()), kind="optimizer"),
+        owner=actor,
+    )
     with manager.phase("train"):
         assert (actor.state, adam.state) == (TRAIN, TRAIN)
         assert adam.role == "actor"
@@ -228,7 +249,9 @@ MODEL = net()
         (lambda: MODEL, "registered already, as 'actor'"),
     ],
 )
-def test_a_factory_that_fails_leaves_the_handle_unbuilt_and_may_be_tried_again(make: Any, message: str) -> None:
+def test_a_factory_that_fails_leaves_the_handle_unbuilt_and_may_be_tried_again(
+    make: Any, message: str
+) -> None:
     manager, factory = make_manager(), Factory(make)
     critic = manager.register("critic", Lazy(factory), role="critic")
     manager.register("actor", MODEL, role="actor")
@@ -246,7 +269,9 @@ def test_a_factory_that_fails_leaves_the_handle_unbuilt_and_may_be_tried_again(m
 
 def test_a_build_that_fails_late_leaves_the_handle_as_it_was_registered() -> None:
     faults = Faults(SimulatedDevice(1 << 20))
-    manager = make_manager(device=faults, policy=Scripted(eval=lambda view: view.total_plan({"adam": GPU})))
+    manager = make_manager(
+        device=faults, policy=Scripted(eval=lambda view: view.total_plan({"adam": GPU}))
+    )
     model = net()
     manager.register("actor", model, role="actor")
     adam = manager.register("adam", Lazy(lambda: torch.optim.AdamW(model.parameters())))

@@ -53,12 +53,20 @@ def install(folder: Path, name: str, group: str, **points: str) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *(f"{point} = {place}" for point, place in points.items())]))
+    (info / "entry_points.txt").write_text(
+        "\n".join([f"[{group}]", *(f"{point} = {place}" for point, place in points.items())])
+    )
 
 
 class TestResolve:
     @pytest.mark.parametrize(
-        ("name", "kind"), [("colocated", Colocated), ("resident", Resident), ("async_rollout", AsyncRollout), ("cyclic", Cyclic)]
+        ("name", "kind"),
+        [
+            ("colocated", Colocated),
+            ("resident", Resident),
+            ("async_rollout", AsyncRollout),
+            ("cyclic", Cyclic),
+        ],
     )
     def test_shipped_names(self, name: str, kind: type[Policy]) -> None:
         policy = resolve_policy(name)
@@ -77,36 +85,117 @@ class TestResolve:
 
     def test_entry_points(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "thirdparty_policies.py").write_text(THIRD_PARTY)
-        install(tmp_path, "thirdparty", GROUP, **{name: f"thirdparty_policies:{cls}" for name, cls in POINTS.items()})
+        install(
+            tmp_path,
+            "thirdparty",
+            GROUP,
+            **{name: f"thirdparty_policies:{cls}" for name, cls in POINTS.items()},
+        )
         install(tmp_path, "fourthparty", GROUP, twice="elsewhere:Mine", colocated="elsewhere:Mine")
         monkeypatch.syspath_prepend(str(tmp_path))
         assert resolve_policy("mine").name == "mine"
         assert "mine" in policy_names()
-        assert type(resolve_policy("colocated")) is Colocated, "nobody else can register a shipped name"
-        with pytest.raises(PolicyError, match=r"'twice' is registered more than once: elsewhere:Mine, thirdparty_policies:Mine"):
+        assert type(resolve_policy("colocated")) is Colocated, (
+            "nobody else can register a shipped name"
+        )
+        with pytest.raises(
+            PolicyError,
+            match=r"'twice' is registered more "
+            r"than "
+            r"once: "
+            r"elsewhere:Mine, "
+            r"thirdparty_policies:Mine",
+        ):
             resolve_policy("twice")
-        with pytest.raises(PolicyError, match=r"'lost' cannot be imported from thirdparty_policies:Lost: AttributeError"):
+        with pytest.raises(
+            PolicyError,
+            match=r"'lost' cannot be "
+            r"imported "
+            r"from "
+            r"thirdparty_policies:Lost: "
+            r"AttributeError",
+        ):
             resolve_policy("lost")
 
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("residant", r"no policy 'residant', did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
+            (
+                "residant",
+                (
+                    r"no policy 'residant', did you mean "
+                    r"'resident'\? "
+                    r"Registered: "
+                    r"async_rollout, "
+                    r"colocated, cyclic, resident"
+                ),
+            ),
             ("os:system('true')", "no policy"),
-            ("no_such_module:Mine", "cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
-            ("json:dumps", r"'json:dumps' has no method plan\(view\): write a class with a `name` and that method"),
+            (
+                "no_such_module:Mine",
+                ("cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
+            ),
+            (
+                "json:dumps",
+                (
+                    r"'json:dumps' has no method plan\(view\): write a class with "
+                    r"a "
+                    r"`name` "
+                    r"and that "
+                    r"method"
+                ),
+            ),
             (NoPlan, "NoPlan has no method plan"),
             (NoName, "NoName needs a name"),
             (NeedsAnArgument, "NeedsAnArgument cannot be constructed without arguments"),
-            ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
-            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
+            (
+                "colocated(drop_gradients=true)",
+                ("options are literals.*: true is not a literal; write True, False"),
+            ),
+            (
+                "colocated(optimizer_step)",
+                (
+                    "options are literals.*: optimizer_step is not a literal; .* a word in quotes: "
+                    "'optimizer_step'"
+                ),
+            ),
             ("colocated(__import__('os').getpid())", "options are literals"),
             ("colocated(stream_sync=True", "options are literals"),
-            ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
-            ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
+            (
+                "colocated(stream=True)",
+                (
+                    r"'colocated\(stream=True\)' cannot "
+                    r"be "
+                    r"constructed "
+                    r"with "
+                    r"these options.*'stream'"
+                ),
+            ),
+            (
+                "colocated(drop_grad=True)",
+                (
+                    r"no option 'drop_grad', did you "
+                    r"mean "
+                    r"'drop_gradients'\? "
+                    r"\(its options: "
+                    r"optimizer_in, stream"
+                ),
+            ),
             (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
-            ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
-            (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
+            (
+                "colocated('step')",
+                (
+                    r"cannot be constructed with these options: "
+                    r"optimizer_in "
+                    r"must "
+                    r"be one of train, "
+                    r"optimizer_step"
+                ),
+            ),
+            (
+                f"{__name__}:THIRD_PARTY(1)",
+                ("no policy .* only a class takes options, and .* is a str"),
+            ),
         ],
     )
     def test_what_is_no_policy_or_has_options_that_are_none(self, spec: Any, message: str) -> None:
@@ -116,7 +205,11 @@ class TestResolve:
     def test_options_as_literals(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = resolve_policy("colocated(drop_gradients=True, optimizer_in='optimizer_step')")
         assert isinstance(policy, Colocated)
-        assert (policy.drop_gradients, policy.optimizer_in, policy.stream_sync) == (True, "optimizer_step", False)
+        assert (policy.drop_gradients, policy.optimizer_in, policy.stream_sync) == (
+            True,
+            "optimizer_step",
+            False,
+        )
         assert resolve_policy("cyclic(cycle=('rollout', 'train'))").cycle == ("rollout", "train")  # type: ignore[attr-defined]
         assert resolve_policy('resident("optimizer_step")').optimizer_in == "optimizer_step"  # type: ignore[attr-defined]
         assert type(resolve_policy("colocated()")) is Colocated
@@ -133,8 +226,15 @@ def test_policies_import_only_what_placement_exports() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 if node.module == "placement":
-                    assert {alias.name for alias in node.names} <= set(placement.__all__), f"{file.name}: {ast.unparse(node)}"
+                    assert {alias.name for alias in node.names} <= set(placement.__all__), (
+                        f"{file.name}: {ast.unparse(node)}"
+                    )
                 else:
-                    assert str(node.module).split(".")[0] in sys.stdlib_module_names, f"{file.name}: {ast.unparse(node)}"
+                    assert str(node.module).split(".")[0] in sys.stdlib_module_names, (
+                        f"{file.name}: {ast.unparse(node)}"
+                    )
             elif isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= {"placement", *sys.stdlib_module_names}, file.name
+                assert {alias.name.split(".")[0] for alias in node.names} <= {
+                    "placement",
+                    *sys.stdlib_module_names,
+                }, file.name

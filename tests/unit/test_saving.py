@@ -1,4 +1,5 @@
-"""Offloads that leave chunks behind as early ones: nobody waits while they are saved, and nobody reads what is not there yet."""
+"""Offloads that leave chunks behind as early ones: nobody waits while they are saved, and nobody
+reads what is not there yet."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_by
 
 
 def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
-    """A worker whose actor has learnt for a step, on a device whose copies happen when somebody waits for them."""
-    worker = trained(**{"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
+    """A worker whose actor has learnt for a step, on a device whose copies happen when somebody
+    waits for them."""
+    worker = trained(
+        **{"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), **keywords}
+    )
     worker.adam.zero_grad()
     worker.sgd.zero_grad()
     return worker
@@ -48,10 +52,16 @@ def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> 
     worker = late_worker(STAY)
     device: Any = worker.manager.device
     with trained_again(worker) as step:
-        held = {name: worker.manager.handles[name].resident_bytes for name in ("actor", "actor.optimizer")}
+        held = {
+            name: worker.manager.handles[name].resident_bytes
+            for name in ("actor", "actor.optimizer")
+        }
         device.most_waiting_bytes = 0
         step.switch("values")
-        assert device.most_waiting_bytes >= used_bytes(worker, "actor") + used_bytes(worker, "actor.optimizer") - CHUNK
+        assert (
+            device.most_waiting_bytes
+            >= used_bytes(worker, "actor") + used_bytes(worker, "actor.optimizer") - CHUNK
+        )
         assert worker.actor.state is State.CPU_OFFLOADED
         assert not torch.isfinite(worker.net[0].weight).any()
         assert early_bytes(worker) == held
@@ -62,9 +72,13 @@ def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> 
     assert_nothing_resident(worker.manager)
 
 
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(2, 3), slice(None)], ids=["first chunk", "last chunk", "all"])
+@pytest.mark.parametrize(
+    "rows", [slice(0, 1), slice(2, 3), slice(None)], ids=["first chunk", "last chunk", "all"]
+)
 def test_bytes_that_were_written_into_a_readonly_handle_do_not_stay(rows: slice) -> None:
-    worker = Worker(policy=Early({"values": {"reward": ALL}}), device=LateDevice(CAPACITY, chunk_bytes=CHUNK))
+    worker = Worker(
+        policy=Early({"values": {"reward": ALL}}), device=LateDevice(CAPACITY, chunk_bytes=CHUNK)
+    )
     net = torch.nn.Linear(CHUNK // 4, 3, bias=False)
     before = net.weight.detach().clone()
     handle = worker.manager.register("reward", net, role="reward", readonly=True)
@@ -74,7 +88,10 @@ def test_bytes_that_were_written_into_a_readonly_handle_do_not_stay(rows: slice)
             if is_wrong:
                 with torch.no_grad():
                     net.weight[rows] += 1
-                with pytest.raises(placement.IntegrityError, match=r"is readonly, but \d of its chunks changed"):
+                with pytest.raises(
+                    placement.IntegrityError,
+                    match=r"is readonly, but \d of its chunks changed",
+                ):
                     step.switch("values")
             else:
                 step.switch("values")
@@ -112,11 +129,13 @@ def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
     assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
 
 
-# --- what a reader in another thread sees while bytes arrive: poison or the right bytes, and nothing else ever
+# --- what a reader in another thread sees while bytes arrive: poison or the right bytes, and
+# nothing else ever
 
 
 class Reader(LateDevice):
-    """Reads what has been mapped, right after each `map`. Copies come as late as they may, so nothing has arrived by then.
+    """Reads what has been mapped, right after each `map`. Copies come as late as they may, so
+    nothing has arrived by then.
 
     Attributes:
         wrong: the tensors that showed anything but poison or the values of the host copy.
@@ -142,7 +161,9 @@ class Reader(LateDevice):
                 shown = self.view(r.layout.addresses, first, last - first).view(torch.float32)
                 values = r.host.view(first, last - first).view(torch.float32)
                 self.num_poison += bool(shown.isnan().all())
-                if not bool((shown.isnan() | (shown.view(torch.int32) == values.view(torch.int32))).all()):
+                if not bool(
+                    (shown.isnan() | (shown.view(torch.int32) == values.view(torch.int32))).all()
+                ):
                     self.wrong.append(entry.name)
 
 
@@ -156,7 +177,9 @@ def worker(**keywords: Any) -> tuple[Worker, Reader]:
     return made, device
 
 
-@pytest.mark.parametrize("policy", [Colocated(), Colocated("streamed"), Early({"values": {"actor": 2 * CHUNK}})])
+@pytest.mark.parametrize(
+    "policy", [Colocated(), Colocated("streamed"), Early({"values": {"actor": 2 * CHUNK}})]
+)
 def test_in_loads_swaps_and_steps(policy: Any) -> None:
     """Also streamed ones, and of what arrived early with the rest."""
     made, device = worker(policy=policy, streamed_bucket_bytes=CHUNK)

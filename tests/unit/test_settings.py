@@ -37,7 +37,10 @@ def test_bytes_with_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 gigabytes", "1e9", "0.3KiB", "1iB", "1 2GiB", "12GiBB", "0x10", "inf"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1GiB", "12 gigabytes", "1e9", "0.3KiB", "1iB", "1 2GiB", "12GiBB", "0x10", "inf"],
+)
 def test_bytes_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="bytes"):
         parse_bytes(text)
@@ -50,7 +53,10 @@ EVERYTHING: dict[str, Any] = {
     "pinned_limit_bytes": "96GiB",
     "worker_role": "trainer",
     "call_deadline_seconds": 2.5,
-    "phases": {"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}},
+    "phases": {
+        "distill": ["actor", "teacher"],
+        "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"},
+    },
     "strict": True,
     "verify": "sample",
     "headroom": 0.1,
@@ -62,7 +68,16 @@ EVERYTHING: dict[str, Any] = {
     "lease_priority": 3,
     "lease_deadline_seconds": 30.5,
 }
-PARSED = Settings(**(EVERYTHING | {"budget_bytes": 12 << 30, "pinned_limit_bytes": 96 << 30, "lease_capacity_bytes": 70 << 30}))
+PARSED = Settings(
+    **(
+        EVERYTHING
+        | {
+            "budget_bytes": 12 << 30,
+            "pinned_limit_bytes": 96 << 30,
+            "lease_capacity_bytes": 70 << 30,
+        }
+    )
+)
 
 
 def test_from_a_mapping() -> None:
@@ -72,19 +87,36 @@ def test_from_a_mapping() -> None:
 
 def test_from_toml(tmp_path: Path) -> None:
     lines = [f"{key} = {json.dumps(value)}" for key, value in EVERYTHING.items() if key != "phases"]
-    phases = '[phases]\ndistill = ["actor", "teacher"]\nupdate_ref = {actor = "GPU_RESIDENT", ref = "TRAINING"}'
+    phases = (
+        '[phases]\ndistill = ["actor", "teacher"]\nupdate_ref = {actor = '
+        '"GPU_RESIDENT", '
+        "ref "
+        "= "
+        '"TRAINING"}'
+    )
     path = toml(tmp_path, "\n".join([*lines, phases]))
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
 
 
 def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in EVERYTHING.items():
-        monkeypatch.setenv(f"PLACEMENT_{key.upper()}", json.dumps(value) if key == "phases" else str(value))
+        monkeypatch.setenv(
+            f"PLACEMENT_{key.upper()}", json.dumps(value) if key == "phases" else str(value)
+        )
     assert Settings.from_any(None) == PARSED
 
 
-def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    for suffix in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
+def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for suffix in (
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_8000_TCP",
+        "PORT_8000_TCP_ADDR",
+    ):
         monkeypatch.setenv(f"PLACEMENT_{suffix}", "tcp://10.0.0.1:8000")
     assert Settings.from_any(None) == Settings()
 
@@ -106,7 +138,9 @@ def test_an_unquoted_off_of_yaml_is_off() -> None:
         (None, None),
     ],
 )
-def test_leases_are_on_off_or_in_a_folder(given: Any, folder: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_on_off_or_in_a_folder(
+    given: Any, folder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Settings.from_any({"leases": given}).leases == folder
     if given is not None:
         monkeypatch.setenv("PLACEMENT_LEASES", str(given))
@@ -132,12 +166,29 @@ def test_settings_are_frozen_and_go_through_json() -> None:
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"unknown key 'polcy', did you mean 'policy'\?"):
         Settings(polcy="resident")  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"^settings: unknown key 'budget', did you mean 'budget_bytes'\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"^settings: unknown key 'budget', did you mean 'budget_bytes'\?",
+    ):
         Settings.from_any({"budget": 1})
-    with pytest.raises(ValueError, match=r"placement\.toml: unknown key 'worker', did you mean 'worker_role'\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"placement\.toml: unknown key 'worker', "
+        r"did "
+        r"you "
+        r"mean "
+        r"'worker_role'\?",
+    ):
         Settings.from_any(toml(tmp_path, 'worker = "trainer"'))
     monkeypatch.setenv("PLACEMENT_STRICTT", "1")
-    with pytest.raises(ValueError, match=r"environment: unknown variable 'PLACEMENT_STRICTT', did you mean 'PLACEMENT_STRICT'\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"environment: unknown "
+        r"variable "
+        r"'PLACEMENT_STRICTT', "
+        r"did "
+        r"you mean 'PLACEMENT_STRICT'\?",
+    ):
         Settings.from_any(None)
 
 
@@ -180,7 +231,9 @@ def test_a_bad_value_names_its_key_and_source(key: str, value: object) -> None:
         ("PLACEMENT_PHASES", "[]"),
     ],
 )
-def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_a_bad_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^environment: {variable}\b"):
         Settings.from_any(None)
@@ -201,13 +254,20 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_keywords_are_the_fields_of_settings() -> None:
-    named = {name for name, parameter in inspect.signature(Manager.__init__).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    named = {
+        name
+        for name, parameter in inspect.signature(Manager.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     others = SettingsKeywords.__annotations__.keys()
     assert named.isdisjoint(others)
     assert (named | others) - {"group"} == Settings.model_fields.keys()
     assert ManagerKeywords.__annotations__.keys() == named | others
     assert ManagerKeywords.__required_keys__ == frozenset()
     fields, keywords = get_type_hints(Settings), get_type_hints(SettingsKeywords)
-    words = "verify strict call_deadline_seconds headroom journal_length discovery run lease_priority lease_deadline_seconds"
+    words = (
+        "verify strict call_deadline_seconds headroom journal_length discovery run lease_priority "
+        "lease_deadline_seconds"
+    )
     for name in words.split():
         assert keywords[name] == fields[name], name

@@ -1,4 +1,5 @@
-"""Gradients in coordinate layout (`nn.Embedding(sparse=True)`), what optimizers make of them, and gradients that cannot be moved."""
+"""Gradients in coordinate layout (`nn.Embedding(sparse=True)`), what optimizers make of them, and
+gradients that cannot be moved."""
 
 from __future__ import annotations
 
@@ -60,21 +61,28 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SparseAdam": functools.partial(torch.optim.SparseAdam, lr=1e-2),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
     "SGD": functools.partial(torch.optim.SGD, lr=1e-2),
-    "momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),  # its state is sparse, too
+    # its state is sparse, too
+    "momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
 
 
 def build(optimizer: str, device: str = "cpu") -> Program:
     model = Bag().to(training.here(device))
     stepped = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tokens = tokens_of if device == "cpu" else distinct_tokens_of  # a GPU adds what is there several times in any order
-    return Program(model, OPTIMIZERS[optimizer](stepped), lambda number: model(tokens(number).to(device)).square().mean())
+    # a GPU adds what is there several times in any order
+    tokens = tokens_of if device == "cpu" else distinct_tokens_of
+    return Program(
+        model,
+        OPTIMIZERS[optimizer](stepped),
+        lambda number: model(tokens(number).to(device)).square().mean(),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_with_everything_offloaded_in_between_do_not_differ_by_a_bit(optimizer: str) -> None:
-    """Gradients of one backward pass cross a phase transition, those of the next are added to them."""
+    """Gradients of one backward pass cross a phase transition, those of the next are added to
+    them."""
     outcome = training.compare(functools.partial(build, optimizer))
     assert outcome.offloaded_bytes["actor"] > 0
 
@@ -133,7 +141,9 @@ def test_any_sparse_gradient_survives_any_number_of_offloads(data: st.DataObject
         case.model.weight.grad = gradient
         wanted = parts(gradient)
     del gradient, indices, values
-    for phase in data.draw(st.lists(st.sampled_from(["train", "values", "log_prob", "rollout"]), max_size=4)):
+    for phase in data.draw(
+        st.lists(st.sampled_from(["train", "values", "log_prob", "rollout"]), max_size=4)
+    ):
         with case.manager.phase(phase):
             if phase in {"train", "log_prob"}:
                 assert_parts(case.gradient, wanted)
@@ -147,7 +157,9 @@ def test_tokens_that_the_gradient_has_taken_for_its_indices_stay_the_users() -> 
     wanted = tokens.clone()
     with case.manager.phase("train"):
         case.backward(tokens)
-        assert case.gradient._indices().data_ptr() == tokens.data_ptr(), "torch copies them by now: the case is gone"
+        assert case.gradient._indices().data_ptr() == tokens.data_ptr(), (
+            "torch copies them by now: the case is gone"
+        )
     assert torch.equal(tokens, wanted)
     assert case.actor.stray_references == 0
     with case.manager.phase("train"):
@@ -164,7 +176,9 @@ def test_zero_grad_between_phases_drops_it_for_good(set_to_none: bool) -> None:
     for phase in ("log_prob", "train"):
         with case.manager.phase(phase):
             gradient = case.model.weight.grad
-            assert gradient is None if set_to_none else gradient is not None and gradient._nnz() == 0
+            assert (
+                gradient is None if set_to_none else gradient is not None and gradient._nnz() == 0
+            )
     assert case.manager.snapshot().wrong_writes == 0
     assert len(case.actor.holding.ranges) == 1  # type: ignore[union-attr]
     with case.manager.phase("train"):
@@ -225,7 +239,9 @@ def test_a_gradient_that_cannot_be_moved_keeps_nothing_on_the_device_and_is_not_
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_module_that_is_refused_keeps_the_memory_of_its_gradients() -> None:
     tokens, model = torch.tensor([[1, 2]]), nn.Embedding(8, 4)
-    model.weight.grad = torch.sparse_coo_tensor(tokens, torch.ones(2, 4), (8, 4), check_invariants=False)
+    model.weight.grad = torch.sparse_coo_tensor(
+        tokens, torch.ones(2, 4), (8, 4), check_invariants=False
+    )
     model.table = torch.ones(2).share_memory_()
     with pytest.raises(RegistrationError, match="shared memory"):
         make_manager().register("actor", model)

@@ -1,4 +1,5 @@
-"""State dicts: readable in every state, equal to the values on the device, and right for as long as somebody holds them."""
+"""State dicts: readable in every state, equal to the values on the device, and right for as long as
+somebody holds them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,20 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
 from tests.support.threads import HANG_SECONDS
-from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net, trained
+from tests.support.worker import (
+    CAPACITY,
+    GPU,
+    OFF,
+    SYNC,
+    TRAIN,
+    Worker,
+    assert_same,
+    batch,
+    learn,
+    make_manager,
+    net,
+    trained,
+)
 
 
 def saved_size(value: Any) -> int:
@@ -37,19 +51,32 @@ def saved_size(value: Any) -> int:
 
 
 def test_the_method_of_the_class_is_as_good_as_the_objects_own() -> None:
-    """Code that wraps an object calls torch's method past the object's fields; nothing stands in for it there."""
+    """Code that wraps an object calls torch's method past the object's fields; nothing stands in
+    for it there."""
     worker = trained()
     plain, dicts = nn.Module.state_dict, list[Any]()
-    dicts += [plain(worker.net), plain(worker.net[0]), torch.optim.Optimizer.state_dict(worker.adam)]
+    dicts += [
+        plain(worker.net),
+        plain(worker.net[0]),
+        torch.optim.Optimizer.state_dict(worker.adam),
+    ]
     with worker.manager.phase("train"):
-        assert_same(dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()])
+        assert_same(
+            dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()]
+        )
         learn(worker.net, worker.adam)
-    assert_same(dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()])
+    assert_same(
+        dicts, [worker.net.state_dict(), worker.net[0].state_dict(), worker.adam.state_dict()]
+    )
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)])
-def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any, streams: bool) -> None:
+@pytest.mark.parametrize(
+    ("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)]
+)
+def test_a_state_dict_equals_the_values_in_every_state(
+    phase: str | None, state: Any, streams: bool
+) -> None:
     worker = Worker(policy=Colocated(stream_sync=streams))
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
@@ -57,7 +84,9 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
         moments = copy.deepcopy(worker.adam.state_dict())
     with nullcontext() if phase is None else worker.manager.phase(phase):
         assert worker.actor.state is state
-        assert bool(worker.actor.resident_bytes) is (state is not OFF and not (streams and state is SYNC))
+        assert bool(worker.actor.resident_bytes) is (
+            state is not OFF and not (streams and state is SYNC)
+        )
         assert_same(dict(worker.net.state_dict()), values)
         assert_same(dict(worker.actor.state_dict()), values)
         assert_same(worker.adam.state_dict(), moments)
@@ -65,7 +94,8 @@ def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state:
 
 
 class Tied(torch.nn.Module):
-    """Tied embeddings, two views of one flat buffer, an alias and a buffer that is not persistent."""
+    """Tied embeddings, two views of one flat buffer, an alias and a buffer that is not
+    persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +125,9 @@ def test_a_saved_file_has_the_size_of_the_tensors_also_of_tied_ones(phase: str |
     assert saved_size(held) <= 1.1 * unmanaged + 4096  # also after it was pointed to the host copy
 
 
-def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values(worker: Worker) -> None:
+def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values(
+    worker: Worker,
+) -> None:
     with worker.manager.phase("log_prob"):
         assert worker.net.state_dict(keep_vars=True)["0.weight"] is worker.net[0].weight
     assert_same(dict(worker.net.state_dict(keep_vars=True)), dict(worker.values))
@@ -108,12 +140,15 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "meta": lambda: torch.empty(10, device="meta"),
     "csr": lambda: torch.eye(5).to_sparse_csr(),
     "coo": lambda: torch.eye(5).to_sparse(),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.strided),
+    "nested": lambda: torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.ones(4, 3)], layout=torch.strided
+    ),
 }
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support is in beta state", "ignore:The PyTorch API of nested tensors is in prototype stage"
+    "ignore:Sparse CSR tensor support is in beta state",
+    "ignore:The PyTorch API of nested tensors is in prototype stage",
 )
 @pytest.mark.parametrize("as_parameter", [False, True])
 @pytest.mark.parametrize("kind", TENSORS)
@@ -123,7 +158,11 @@ def test_a_tensor_that_cannot_be_moved_is_shown_as_it_is(kind: str, as_parameter
         worker.net.odd = nn.Parameter(odd)
     else:
         worker.net.register_buffer("odd", odd)
-    for found in (worker.net.state_dict(), worker.actor.state_dict(), worker.net.state_dict(keep_vars=True)):
+    for found in (
+        worker.net.state_dict(),
+        worker.actor.state_dict(),
+        worker.net.state_dict(keep_vars=True),
+    ):
         assert (found["odd"].layout, found["odd"].device) == (odd.layout, odd.device)
         assert_same({name: found[name].detach() for name in worker.values}, dict(worker.values))
     with pytest.raises(RegistrationError, match="'odd'"), worker.manager.phase("log_prob"):
@@ -137,7 +176,11 @@ CHUNK = 1 << 14
 
 
 def worker_on(device: str, verify: str) -> Worker:
-    found: Device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK) if device == "simulated" else LateDevice(CAPACITY, chunk_bytes=CHUNK)
+    found: Device = (
+        SimulatedDevice(CAPACITY, chunk_bytes=CHUNK)
+        if device == "simulated"
+        else LateDevice(CAPACITY, chunk_bytes=CHUNK)
+    )
     return trained(device=found, verify=verify)
 
 
@@ -151,14 +194,20 @@ def check(worker: Worker) -> None:
 
 @pytest.mark.parametrize("taken", ["offloaded", "on the device"])
 @pytest.mark.parametrize(("device", "verify"), [("simulated", "always"), ("late", "off")])
-def test_an_optimizer_takes_over_a_state_dict_that_is_held(device: str, verify: str, taken: str) -> None:
+def test_an_optimizer_takes_over_a_state_dict_that_is_held(
+    device: str, verify: str, taken: str
+) -> None:
     worker = worker_on(device, verify)
     wanted = copy.deepcopy(worker.adam.state_dict())
     shown = worker.adam.state_dict()
     with worker.manager.phase("restore"):
-        worker.adam.load_state_dict(shown if taken == "offloaded" else (shown := worker.adam.state_dict()))
+        worker.adam.load_state_dict(
+            shown if taken == "offloaded" else (shown := worker.adam.state_dict())
+        )
     assert_same(worker.optimizer.state_dict(), wanted)
-    assert shown["state"][0]["exp_avg"].isnan().any(), "the page says so: these are the optimizer's own tensors now"
+    assert shown["state"][0]["exp_avg"].isnan().any(), (
+        "the page says so: these are the optimizer's own tensors now"
+    )
     check(worker)
     assert_same(worker.optimizer.state_dict(), wanted)
     worker.manager.close()
@@ -204,7 +253,9 @@ def findings(manager: Manager) -> list[str]:
 
 
 @pytest.mark.parametrize("take", VIEWS.values(), ids=VIEWS)
-def test_a_view_taken_while_offloaded_is_told_once_and_by_every_audit(take: Callable[[torch.Tensor], Any], caplog: Any) -> None:
+def test_a_view_taken_while_offloaded_is_told_once_and_by_every_audit(
+    take: Callable[[torch.Tensor], Any], caplog: Any
+) -> None:
     caplog.set_level(logging.WARNING)
     model, _, _, manager = placed()
     shown = model.state_dict()
@@ -220,7 +271,9 @@ def test_a_view_taken_while_offloaded_is_told_once_and_by_every_audit(take: Call
     del view
     with manager.phase("train"):
         assert findings(manager) == []
-        assert torch.equal(shown["0.weight"], model.get_parameter("0.weight")), "the tensor itself follows"
+        assert torch.equal(shown["0.weight"], model.get_parameter("0.weight")), (
+            "the tensor itself follows"
+        )
 
 
 def test_writes_to_a_view_inside_a_phase_do_not_reach_the_handle() -> None:
@@ -230,12 +283,17 @@ def test_writes_to_a_view_inside_a_phase_do_not_reach_the_handle() -> None:
         with manager.phase("train" if step else "log_prob"):
             values = model.get_parameter("0.weight").detach().clone()
             view.fill_(77.0)
-        assert torch.equal(model.state_dict()["0.weight"], values), "the bytes on the device count, those of the host copy do not"
+        assert torch.equal(model.state_dict()["0.weight"], values), (
+            "the bytes on the device count, those of the host copy do not"
+        )
     assert torch.equal(view, values[0]), "it shows the host copy, and so the present values again"
 
 
-def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may be saving it. Wherever the one tensor lies that has changed, it is shown from where its newest bytes are."""
+def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may be saving it. Wherever the one tensor lies that has changed, it is shown
+    from where its newest bytes are."""
     manager = make_manager(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096))
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
     manager.register("actor", model, role="actor")
@@ -261,9 +319,11 @@ def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(monke
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("what", ["module", "clones", "optimizer"])
-def test_a_state_dict_that_another_thread_makes_while_the_phase_ends(what: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is handed out, or computed, has the values of the host copy, although its thread has seen them on the device. State is new in
-    the first step, and moves in at its end."""
+def test_a_state_dict_that_another_thread_makes_while_the_phase_ends(
+    what: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is handed out, or computed, has the values of the host copy, although its thread has
+    seen them on the device. State is new in the first step, and moves in at its end."""
     worker, found = Worker(), dict[str, Any]()
     asked: Any = worker.adam if what == "optimizer" else worker.net
     begun, has_left = threading.Event(), threading.Event()
@@ -282,7 +342,9 @@ def test_a_state_dict_that_another_thread_makes_while_the_phase_ends(what: str, 
     monkeypatch.setattr(StateDictTensors, "hand_out", hand_out)
     if what == "clones":
         worker.net.register_state_dict_post_hook(
-            lambda _, values, *__: wait() or values.update({name: value.clone() for name, value in values.items()})
+            lambda _, values, *__: (
+                wait() or values.update({name: value.clone() for name, value in values.items()})
+            )
         )
     for _ in range(num_steps):
         with worker.manager.phase("train"):
@@ -302,7 +364,9 @@ def test_a_state_dict_that_another_thread_makes_while_the_phase_ends(what: str, 
         assert_same(found, dict(asked.state_dict()) if what != "clones" else wanted)
 
 
-def test_state_that_moves_in_while_another_thread_looks_at_it_is_not_taken_for_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_moves_in_while_another_thread_looks_at_it_is_not_taken_for_poison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker, found = trained(), dict[str, Any]()
     is_seen, has_left = threading.Event(), threading.Event()
     worker.manager.enter("train")
@@ -334,10 +398,19 @@ def test_state_that_moves_in_while_another_thread_looks_at_it_is_not_taken_for_p
 
 
 class Leaving:
-    """A model that has learnt and leaves the device, where its memory stays aside; `before` and `after` are called around that."""
+    """A model that has learnt and leaves the device, where its memory stays aside; `before` and
+    `after` are called around that."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, before: Callable[[], Any] = list, after: Callable[[], Any] = list) -> None:
-        self.manager = make_manager(device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096), policy=Foresight())
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        before: Callable[[], Any] = list,
+        after: Callable[[], Any] = list,
+    ) -> None:
+        self.manager = make_manager(
+            device=SimulatedDevice(CAPACITY, chunk_bytes=8192, granularity=4096), policy=Foresight()
+        )
         self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         self.manager.register("actor", self.model, role="actor")
         self.manager.enter("log_prob")
@@ -358,7 +431,9 @@ class Leaving:
         monkeypatch.setattr(ManagedStorage, "hide", hide_and_look)
 
 
-def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: dict[str, Any] = {}
     reader = threading.Thread(target=lambda: found.update(case.model.state_dict()))
     case = Leaving(monkeypatch, after=reader.start)
@@ -368,9 +443,15 @@ def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(monkey
     assert_same(found, case.wanted)
 
 
-def test_what_a_state_dict_has_shown_just_now_is_not_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_state_dict_has_shown_just_now_is_not_put_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held: dict[str, Any] = {}
-    case = Leaving(monkeypatch, before=lambda: held.update(case.model.state_dict()), after=lambda: assert_same(held, case.wanted))
+    case = Leaving(
+        monkeypatch,
+        before=lambda: held.update(case.model.state_dict()),
+        after=lambda: assert_same(held, case.wanted),
+    )
     case.manager.switch("values")
     assert not any(case.hidden)
     assert_same(held, case.wanted)
@@ -413,9 +494,14 @@ def versions(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize(
     ("way", "policy"),
-    [*((way, "colocated") for way in (by_handle, by_a_view, by_a_held_one, by_a_checkpoint)), (by_handle, Colocated("streamed"))],
+    [
+        *((way, "colocated") for way in (by_handle, by_a_view, by_a_held_one, by_a_checkpoint)),
+        (by_handle, Colocated("streamed")),
+    ],
 )
-def test_a_load_raises_the_counters_of_what_was_written(way: Callable[[Manager, Path], None], policy: Any, tmp_path: Path) -> None:
+def test_a_load_raises_the_counters_of_what_was_written(
+    way: Callable[[Manager, Path], None], policy: Any, tmp_path: Path
+) -> None:
     model, _, handle, manager = placed(policy)
     wanted = {name: value * 2 for name, value in copy.deepcopy(handle.state_dict()).items()}
     with manager.phase("train"):

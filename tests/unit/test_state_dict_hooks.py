@@ -1,4 +1,5 @@
-"""State dicts that are computed: hooks, overridden methods and extra state see the values, wherever the handle is."""
+"""State dicts that are computed: hooks, overridden methods and extra state see the values, wherever
+the handle is."""
 
 from __future__ import annotations
 
@@ -67,14 +68,21 @@ class Extra(Layer):
 
 class Overridden(Layer):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {f"{name}.half": value.to(torch.float16) for name, value in super().state_dict(*args, **kwargs).items()}
+        return {
+            f"{name}.half": value.to(torch.float16)
+            for name, value in super().state_dict(*args, **kwargs).items()
+        }
 
 
 class Alone(Layer):
     """It asks nobody, and shows live tensors in containers of its own."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return OrderedDict(weight=self.weight.detach(), nested={"pair": (self.bias.detach(), self.scale)}, total=self.weight.detach().sum())
+        return OrderedDict(
+            weight=self.weight.detach(),
+            nested={"pair": (self.bias.detach(), self.scale)},
+            total=self.weight.detach().sum(),
+        )
 
 
 class Phased(Layer):
@@ -84,7 +92,9 @@ class Phased(Layer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         with self.manager.phase("log_prob"):
-            return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+            return {
+                name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()
+            }
 
 
 KINDS: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
@@ -112,7 +122,10 @@ def make(kind: str) -> tuple[Manager, Handle, Layer]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_computed_state_dicts_are_the_same_while_offloaded(kind: str) -> None:
     manager, handle, layer = make(kind)
-    placed = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()}
+    placed = {
+        name: (id(p), p.data_ptr(), p._version, p.requires_grad)
+        for name, p in layer.named_parameters()
+    }
     with manager.phase("log_prob"):
         held = [layer.state_dict()]
         wanted = copy.deepcopy(held[0])
@@ -124,8 +137,13 @@ def test_computed_state_dicts_are_the_same_while_offloaded(kind: str) -> None:
     assert not is_reading()
     assert_nothing_resident(manager)
     with manager.phase("train"), torch.no_grad():
-        assert {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()} == placed
-    for each in held:  # what is a copy stays as it is; live tensors show what the object has, and are no stray references
+        assert {
+            name: (id(p), p.data_ptr(), p._version, p.requires_grad)
+            for name, p in layer.named_parameters()
+        } == placed
+    # what is a copy stays as it is; live tensors show what the object has, and are no stray
+    # references
+    for each in held:
         assert_same(dict(each), dict(wanted))
     assert manager.audit().ok, manager.audit()
     manager.close()
@@ -138,19 +156,34 @@ class Packing(torch.optim.AdamW):
 
     def state_dict(self) -> Any:
         found = super().state_dict()
-        found["norms"] = [parameter.norm() for group in self.param_groups for parameter in group["params"]]
-        found["state"] = {key: {name: value.bfloat16() for name, value in entry.items()} for key, entry in found["state"].items()}
+        found["norms"] = [
+            parameter.norm() for group in self.param_groups for parameter in group["params"]
+        ]
+        found["state"] = {
+            key: {name: value.bfloat16() for name, value in entry.items()}
+            for key, entry in found["state"].items()
+        }
         return found
 
 
 def cloned(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "state": {key: {name: value * 3 for name, value in entry.items()} for key, entry in found["state"].items()}}
+    return {
+        **found,
+        "state": {
+            key: {name: value * 3 for name, value in entry.items()}
+            for key, entry in found["state"].items()
+        },
+    }
 
 
 @pytest.mark.parametrize("kind", ["post hook", "overridden"])
 def test_an_optimizer_computes_its_state_dict_from_the_host_copy(kind: str) -> None:
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters()) if kind == "post hook" else Packing(model.parameters())
+    optimizer = (
+        torch.optim.AdamW(model.parameters())
+        if kind == "post hook"
+        else Packing(model.parameters())
+    )
     if kind == "post hook":
         optimizer.register_state_dict_post_hook(cloned)
     manager = make_manager()
@@ -224,7 +257,14 @@ def test_values_computed_in_another_thread_are_refused_by_name() -> None:
 
     layer._register_state_dict_hook(elsewhere)
     manager.register("actor", layer, role="actor")
-    with pytest.raises(NotResidentError, match=r"weight of the state dict of 'actor' came out as NaN.*CPU_OFFLOADED in phase 'idle'"):
+    with pytest.raises(
+        NotResidentError,
+        match=r"weight of the state dict of 'actor' "
+        r"came "
+        r"out "
+        r"as "
+        r"NaN.*CPU_OFFLOADED in phase 'idle'",
+    ):
         layer.state_dict()
     with manager.phase("log_prob"):
         assert layer.state_dict()["weight"].isfinite().all()
@@ -263,7 +303,9 @@ READS: list[Callable[[torch.Tensor], Any]] = [
 
 @settings(deadline=None)
 @given(read=st.sampled_from(READS), also=st.sampled_from(READS), requires_grad=st.booleans())
-def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: Callable[[Any], Any], requires_grad: bool) -> None:
+def test_every_way_of_reading_gives_the_value(
+    read: Callable[[Any], Any], also: Callable[[Any], Any], requires_grad: bool
+) -> None:
     model = torch.nn.Linear(5, 4, bias=False).requires_grad_(requires_grad)
 
     def compute(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
@@ -281,7 +323,9 @@ def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: 
 def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> None:
     manager, model = make_manager(), torch.nn.Linear(4, 4)
     plain = model.state_dict
-    mine = (lambda self, *_, **__: {"mine": plain()["weight"] * 2, "bias": self.bias.detach().clone()}).__get__(model, type(model))
+    mine = (
+        lambda self, *_, **__: {"mine": plain()["weight"] * 2, "bias": self.bias.detach().clone()}
+    ).__get__(model, type(model))
     model.state_dict = mine  # type: ignore[method-assign]
     wanted = copy.deepcopy(model.state_dict())
     handle = manager.register("actor", model, role="actor")
@@ -294,7 +338,9 @@ def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> 
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Packing])
-def test_nothing_can_be_loaded_into_an_optimizer_that_has_nothing(cls: type[torch.optim.Optimizer]) -> None:
+def test_nothing_can_be_loaded_into_an_optimizer_that_has_nothing(
+    cls: type[torch.optim.Optimizer],
+) -> None:
     """Accelerate's wrapper does so with the optimizer's own state dict."""
     manager, model = make_manager(), net()
     optimizer = cls(model.parameters(), lr=1e-2)  # type: ignore[call-arg]

@@ -20,7 +20,16 @@ from tests.support.worker import GPU, OFF, SYNC, TRAIN
 
 
 def handle(name: str, num_bytes: int = 10, **fields: object) -> HandleView:
-    return HandleView(**{"name": name, "kind": "module", "role": None, "state": OFF, "num_bytes": num_bytes, **fields})  # type: ignore[arg-type]
+    return HandleView(
+        **{
+            "name": name,
+            "kind": "module",
+            "role": None,
+            "state": OFF,
+            "num_bytes": num_bytes,
+            **fields,
+        }
+    )  # type: ignore[arg-type]
 
 
 def view(*handles: HandleView, **fields: object) -> View:
@@ -32,11 +41,21 @@ def test_every_trigger_stands_once_in_the_table_and_leads_back() -> None:
     pairs = {(source, target) for _, source, target in TRANSITIONS}
     assert len(pairs) == len(TRANSITIONS)
     assert pairs == {(target, source) for source, target in pairs}, "each has its way back"
-    assert {t for t, source, _ in TRANSITIONS if source is OFF} == {Trigger.LOAD, Trigger.BEGIN_STREAM, Trigger.BEGIN_STREAMED_TRAIN}
+    assert {t for t, source, _ in TRANSITIONS if source is OFF} == {
+        Trigger.LOAD,
+        Trigger.BEGIN_STREAM,
+        Trigger.BEGIN_STREAMED_TRAIN,
+    }
 
 
 def test_a_handle_at_rest_is_off_the_device_and_otherwise_the_same() -> None:
-    now = {"state": SYNC, "resident_bytes": 7, "prefetched_bytes": 3, "resident_tags": frozenset({"kv"}), "streaming": True}
+    now = {
+        "state": SYNC,
+        "resident_bytes": 7,
+        "prefetched_bytes": 3,
+        "resident_tags": frozenset({"kv"}),
+        "streaming": True,
+    }
     stays = {"role": "rollout", "tags": {"kv": 5}, "window_bytes": 4, "kept": True}
     assert handle("engine", **now, **stays).at_rest() == handle("engine", **stays)
 
@@ -55,20 +74,32 @@ def test_a_plan_keeps_its_own_copy_takes_names_of_states_and_cannot_be_written()
 
 def test_one_target_is_changed_or_left_out_and_what_was_said_of_others_stays() -> None:
     plan = Plan({"ref": OFF, "actor": TRAIN}, dropped=frozenset({"ref"}))
-    assert plan.also(handle("ref"), GPU) == Plan({"ref": GPU, "actor": TRAIN}, dropped=frozenset({"ref"}))
+    assert plan.also(handle("ref"), GPU) == Plan(
+        {"ref": GPU, "actor": TRAIN}, dropped=frozenset({"ref"})
+    )
     assert plan.without("ref") == Plan({"actor": TRAIN})
 
 
 def test_limited_to_takes_the_named_from_this_plan_and_the_rest_from_the_enclosing() -> None:
-    enclosing = Plan({"a": GPU, "b": SYNC, "c": OFF}, frozenset({"b"}), dropped=frozenset({"a", "c"}))
+    enclosing = Plan(
+        {"a": GPU, "b": SYNC, "c": OFF}, frozenset({"b"}), dropped=frozenset({"a", "c"})
+    )
     inner = Plan({"a": OFF, "b": OFF, "c": SYNC}, frozenset({"c"}), dropped=frozenset({"b"}))
-    assert inner.limited_to(["c"], enclosing) == Plan({"a": GPU, "b": SYNC, "c": SYNC}, frozenset({"b", "c"}), dropped=frozenset({"a"}))
+    assert inner.limited_to(["c"], enclosing) == Plan(
+        {"a": GPU, "b": SYNC, "c": SYNC}, frozenset({"b", "c"}), dropped=frozenset({"a"})
+    )
     assert inner.limited_to([], enclosing) == enclosing
     assert inner.limited_to(["a", "b", "c"], enclosing) == inner
 
 
 def test_bytes_count_what_we_place_on_the_device() -> None:
-    held = view(handle("a", 1), handle("b", 2), handle("c", 4), handle("d", 8, external=True), budget_bytes=3)
+    held = view(
+        handle("a", 1),
+        handle("b", 2),
+        handle("c", 4),
+        handle("d", 8, external=True),
+        budget_bytes=3,
+    )
     plan = Plan({"a": GPU, "b": TRAIN, "c": SYNC, "d": GPU}, frozenset({"c"}))
     assert held.bytes_of(plan) == 3
     assert held.fits(plan)
@@ -77,7 +108,9 @@ def test_bytes_count_what_we_place_on_the_device() -> None:
 
 
 def test_a_streamed_step_counts_its_window() -> None:
-    held = view(handle("a", 1), handle("adam", 64, kind="optimizer", window_bytes=6), budget_bytes=7)
+    held = view(
+        handle("a", 1), handle("adam", 64, kind="optimizer", window_bytes=6), budget_bytes=7
+    )
     plan = Plan({"a": TRAIN, "adam": TRAIN}, frozenset({"adam"}))
     assert not plan.on_device("adam")
     assert held.bytes_of(plan) == 7
@@ -133,7 +166,9 @@ def test_every_row_of_the_table_fires_and_nothing_else_does() -> None:
         target = rows.get((trigger, source))
         if target is None:
             for refused in (machine.require, machine.fire):
-                with pytest.raises(PhaseError, match=f"'actor' cannot {trigger} while it is {source}"):
+                with pytest.raises(
+                    PhaseError, match=f"'actor' cannot {trigger} while it is {source}"
+                ):
                     refused(trigger)
                 assert machine.state is source
         else:

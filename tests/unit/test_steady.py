@@ -1,4 +1,5 @@
-"""Whatever was done between two phase transitions, of which the second looks quickly at what the first has seen."""
+"""Whatever was done between two phase transitions, of which the second looks quickly at what the
+first has seen."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Forward:
 
 
 class Net(nn.Module):
-    """Parameters, one of them tied, buffers, a tensor for an attribute, and containers where tensors may come to lie."""
+    """Parameters, one of them tied, buffers, a tensor for an attribute, and containers where
+    tensors may come to lie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +60,30 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "gradients": lambda net: net.body(torch.randn(2, 3)).sum().backward(),
     "a_gradient_of_a_frozen_parameter": lambda net: setattr(net.frozen, "grad", torch.ones(2)),
     "a_buffer_that_joins_a_graph": lambda net: net.mean.mul_(net.body[0].bias),
-    "a_tensor_without_elements_that_joins_a_graph": lambda net: net.empty.mul_(net.body[0].bias.sum()),
-    "another_parameter": lambda net: setattr(net.body[1], "weight", nn.Parameter(torch.randn(3, 3))),
+    "a_tensor_without_elements_that_joins_a_graph": lambda net: net.empty.mul_(
+        net.body[0].bias.sum()
+    ),
+    "another_parameter": lambda net: setattr(
+        net.body[1], "weight", nn.Parameter(torch.randn(3, 3))
+    ),
     "a_parameter_more": lambda net: net.register_parameter("lora", nn.Parameter(torch.randn(2))),
     "two_parameters_that_changed_places": lambda net: [
-        each._parameters.update(weight=weight) for each, weight in zip(net.body, [net.body[1].weight, net.body[0].weight], strict=True)
+        each._parameters.update(weight=weight)
+        for each, weight in zip(net.body, [net.body[1].weight, net.body[0].weight], strict=True)
     ],
-    "tensors_that_were_swapped": lambda net: torch.utils.swap_tensors(net.body[1].weight, nn.Parameter(torch.randn(3, 3))),
+    "tensors_that_were_swapped": lambda net: torch.utils.swap_tensors(
+        net.body[1].weight, nn.Parameter(torch.randn(3, 3))
+    ),
     "other_data": lambda net: setattr(net.body[1].weight, "data", torch.randn(3, 3)),
     "another_attribute": lambda net: setattr(net, "scale", torch.randn(2)),
-    "a_tensor_without_elements_that_gets_some": lambda net: setattr(net.empty, "data", torch.randn(4)),
+    "a_tensor_without_elements_that_gets_some": lambda net: setattr(
+        net.empty, "data", torch.randn(4)
+    ),
     "an_attribute_more": lambda net: setattr(net, "more", torch.randn(4)),
-    "an_attribute_for_another": lambda net: (delattr(net, "number"), setattr(net, "cache", torch.randn(4))),
+    "an_attribute_for_another": lambda net: (
+        delattr(net, "number"),
+        setattr(net, "cache", torch.randn(4)),
+    ),
     "a_forward_of_its_own": lambda net: setattr(net, "forward", Forward()),
     "a_method_of_its_own": lambda net: setattr(net, "half", Forward()),
     "a_tensor_under_a_method's_name": lambda net: setattr(net, "half", torch.ones(2)),
@@ -98,14 +112,22 @@ class Scene:
         self.model = Model()
         self.optimizer = optim.AdamW([self.model.weight, self.model.bias])
         self.kept: list[Any] = []
-        """Alive for as long as the scene: else what is born next may get the identity of what a mutation took out."""
+        """Alive for as long as the scene: else what is born next may get the identity of what a
+        mutation took out."""
 
     def step(self) -> None:
-        """Nothing is stepped where state has another shape than its parameter: torch's fused kernel would write beyond its memory."""
+        """Nothing is stepped where state has another shape than its parameter: torch's fused kernel
+        would write beyond its memory."""
         for parameter in self.model.parameters():
             parameter.grad = 2 * parameter.detach()
-        entries = [(each, self.state[each]) for each in self.model.parameters() if each in self.state]
-        if all(entry.get(key, each).shape == each.shape for each, entry in entries for key in ("exp_avg", "exp_avg_sq")):
+        entries = [
+            (each, self.state[each]) for each in self.model.parameters() if each in self.state
+        ]
+        if all(
+            entry.get(key, each).shape == each.shape
+            for each, entry in entries
+            for key in ("exp_avg", "exp_avg_sq")
+        ):
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.model.late.grad = None
@@ -148,7 +170,9 @@ def data_that_changed_places(scene: Scene) -> None:
 def entries_that_changed_parameters(scene: Scene) -> None:
     items = [*scene.state.items()]
     scene.state.clear()
-    scene.state.update({key: entry for (key, _), (_, entry) in zip(reversed(items), items, strict=True)})
+    scene.state.update(
+        {key: entry for (key, _), (_, entry) in zip(reversed(items), items, strict=True)}
+    )
 
 
 def a_group_more(scene: Scene) -> None:
@@ -160,35 +184,59 @@ MUTATIONS: dict[str, Callable[[Scene], object]] = {
     "a_step": lambda scene: scene.step(),
     "a_clone_in_its_place": lambda scene: scene.replace(scene.tensor.clone()),
     "other_data": lambda scene: setattr(scene.tensor, "data", scene.tensor.data + 1),
-    "data_of_another_dtype": lambda scene: scene.entry.update(exp_avg=scene.tensor.to(torch.float64)),
+    "data_of_another_dtype": lambda scene: scene.entry.update(
+        exp_avg=scene.tensor.to(torch.float64)
+    ),
     "an_entry_more": lambda scene: scene.state.update({scene.model.late: {"mine": torch.randn(5)}}),
-    "an_entry_of_no_parameter": lambda scene: scene.state.update(average={"of": torch.randn(4), "count": 3}),
+    "an_entry_of_no_parameter": lambda scene: scene.state.update(
+        average={"of": torch.randn(4), "count": 3}
+    ),
     "an_entry_that_is_a_tensor": lambda scene: scene.state.update(average=torch.randn(4)),
-    "an_entry_of_a_subclass": lambda scene: scene.state.update({scene.model.weight: OrderedDict(scene.entry)}),
+    "an_entry_of_a_subclass": lambda scene: scene.state.update(
+        {scene.model.weight: OrderedDict(scene.entry)}
+    ),
     "an_empty_state": lambda scene: scene.state.clear(),
-    "another_state": lambda scene: setattr(scene.optimizer, "state", {key: dict(entry) for key, entry in scene.state.items()}),
+    "another_state": lambda scene: setattr(
+        scene.optimizer, "state", {key: dict(entry) for key, entry in scene.state.items()}
+    ),
     "entries_that_changed_parameters": entries_that_changed_parameters,
     "a_tensor_more": lambda scene: scene.entry.update(mine=torch.randn(2)),
-    "a_tensor_that_becomes_a_counter": lambda scene: (scene.entry.pop("step"), scene.rename("exp_avg", "step")),
+    "a_tensor_that_becomes_a_counter": lambda scene: (
+        scene.entry.pop("step"),
+        scene.rename("exp_avg", "step"),
+    ),
     "a_number_that_becomes_a_list": lambda scene: scene.entry.update(number=[torch.randn(2)]),
     "the_order_of_parameters": lambda scene: scene.optimizer.param_groups[0]["params"].reverse(),
-    "a_parameter_less": lambda scene: scene.optimizer.param_groups[0]["params"].remove(scene.model.weight),
+    "a_parameter_less": lambda scene: scene.optimizer.param_groups[0]["params"].remove(
+        scene.model.weight
+    ),
     "a_group_more": a_group_more,
-    "loaded_state_dicts": lambda scene: [scene.load() for _ in range(4)],  # memory is used again, and with it the identities
-    "its_own_state_dict_loaded": lambda scene: scene.load(lambda own: own),  # the tensors stay, in new dictionaries
+    # memory is used again, and with it the identities
+    "loaded_state_dicts": lambda scene: [scene.load() for _ in range(4)],
+    # the tensors stay, in new dictionaries
+    "its_own_state_dict_loaded": lambda scene: scene.load(lambda own: own),
     "a_counter_that_moves": lambda scene: scene.optimizer.param_groups[0].update(fused=True),
-    "a_counter_that_gets_a_dimension": lambda scene: setattr(scene.entry["step"], "data", torch.ones(1)),
+    "a_counter_that_gets_a_dimension": lambda scene: setattr(
+        scene.entry["step"], "data", torch.ones(1)
+    ),
     "a_counter_of_another_name": lambda scene: scene.rename("step", "count"),
     "a_view_of_a_parameter": lambda scene: scene.replace(scene.model.bias.data[:3]),
     "a_view_of_the_same": lambda scene: scene.entry.update(view=scene.tensor.view(-1)),
-    "a_list_in_an_entry": lambda scene: scene.entry.update(history=[torch.randn(2), (torch.randn(3), None)]),
-    "a_dictionary_in_an_entry": lambda scene: scene.entry.update(factors={"left": torch.randn(2, 2), "count": 3}),
+    "a_list_in_an_entry": lambda scene: scene.entry.update(
+        history=[torch.randn(2), (torch.randn(3), None)]
+    ),
+    "a_dictionary_in_an_entry": lambda scene: scene.entry.update(
+        factors={"left": torch.randn(2, 2), "count": 3}
+    ),
 }
 
 
 def values(scene: Scene) -> list[torch.Tensor]:
     """Every tensor of the model and of the state, in memory of its own."""
-    return [each.detach().clone() for each in (*scene.model.parameters(), *tensors_in(list(scene.state.values())))]
+    return [
+        each.detach().clone()
+        for each in (*scene.model.parameters(), *tensors_in(list(scene.state.values())))
+    ]
 
 
 def trained() -> tuple[Scene, Manager]:
@@ -205,7 +253,11 @@ def trained() -> tuple[Scene, Manager]:
 
 def check_the_ranges(adapter: Adapter) -> None:
     """Every tensor that moves lies in a range, as an adapter sees it that never looked before."""
-    assert [list(item.tensor.shape) for item in adapter.owned() if not (item.transient or in_a_range(item.tensor))] == []
+    assert [
+        list(item.tensor.shape)
+        for item in adapter.owned()
+        if not (item.transient or in_a_range(item.tensor))
+    ] == []
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -246,12 +298,15 @@ def test_values_survive_the_way_to_the_host_and_back_whatever_was_done(mutation:
 
 
 def test_memory_of_a_parameter_for_that_of_its_state_is_refused_and_nothing_is_lost() -> None:
-    """As averages of the weights change places with them; in copies instead it is no matter of ours."""
+    """As averages of the weights change places with them; in copies instead it is no matter of
+    ours."""
     scene, manager = trained()
     manager.enter("train")
     expected = values(scene)
     data_that_changed_places(scene)
-    with pytest.raises(RegistrationError, match="'weight' of 'actor' lies in a storage that belongs to 'adam'"):
+    with pytest.raises(
+        RegistrationError, match="'weight' of 'actor' lies in a storage that belongs to 'adam'"
+    ):
         manager.leave()
     data_that_changed_places(scene)
     with manager.phase("train"):
@@ -260,7 +315,8 @@ def test_memory_of_a_parameter_for_that_of_its_state_is_refused_and_nothing_is_l
 
 
 def test_another_storage_over_the_same_clean_memory_is_taken_in() -> None:
-    """Its chunks were known to be clean, and vacated before it was seen that something was to be taken in from there."""
+    """Its chunks were known to be clean, and vacated before it was seen that something was to be
+    taken in from there."""
     manager = make_manager(device=SimulatedDevice(capacity_bytes=1 << 24, chunk_bytes=1 << 12))
     model = torch.nn.Linear(64, 64)
     before = model.weight.detach().clone()
@@ -277,16 +333,21 @@ def test_another_storage_over_the_same_clean_memory_is_taken_in() -> None:
 # --- quick looks beside walks, over random changes
 
 
-def look_after(changes: list[Callable[[Any], object]], target: Any, anew: Callable[[], Adapter]) -> int:
-    """Walk, change something, and look quickly, again and again. Where a quick look finds nothing changed, a walk finds what the last one
-    has found. Returns how often that was so. `anew`: an adapter that has never looked."""
+def look_after(
+    changes: list[Callable[[Any], object]], target: Any, anew: Callable[[], Adapter]
+) -> int:
+    """Walk, change something, and look quickly, again and again. Where a quick look finds nothing
+    changed, a walk finds what the last one has found. Returns how often that was so. `anew`: an
+    adapter that has never looked."""
     adapter, times = anew(), 0
     for change in changes:
         try:
             before = [(owned.name, owned.tensor, owned.transient) for owned in adapter.owned()]
         except RegistrationError:
             break
-        with contextlib.suppress(Exception):  # what it changes is gone or part of a graph, or a step cannot take what was done to the state
+        # what it changes is gone or part of a graph, or a step cannot take what was done to the
+        # state
+        with contextlib.suppress(Exception):
             change(target)
         if (seen := adapter.unchanged()) is not None:
             now = [(owned.name, owned.tensor, owned.transient) for owned in anew().owned()]
@@ -315,31 +376,68 @@ def zero_grad(net: Net) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from([*CHANGES.values(), zero_grad, lambda net: become_mine(net.body[1].weight)]), max_size=12))
+@given(
+    st.lists(
+        st.sampled_from(
+            [*CHANGES.values(), zero_grad, lambda net: become_mine(net.body[1].weight)]
+        ),
+        max_size=12,
+    )
+)
 def test_a_quick_look_at_a_module_misses_no_change(changes: list[Callable[[Net], object]]) -> None:
     net = Net()
     look_after(changes, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU))
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from([*MUTATIONS.values(), lambda scene: become_mine(scene.tensor)]), max_size=12))
-def test_a_quick_look_at_the_state_misses_no_change(mutations: list[Callable[[Scene], object]]) -> None:
+@given(
+    st.lists(
+        st.sampled_from([*MUTATIONS.values(), lambda scene: become_mine(scene.tensor)]), max_size=12
+    )
+)
+def test_a_quick_look_at_the_state_misses_no_change(
+    mutations: list[Callable[[Scene], object]],
+) -> None:
     scene = Scene()
     scene.step()
-    look_after(mutations, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU))
+    look_after(
+        mutations, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)
+    )
 
 
 def test_where_nothing_was_changed_a_quick_look_is_enough() -> None:
     net, scene = Net(), Scene()
     scene.step()
-    assert look_after([CHANGES["nothing"]] * 3, net, lambda: ModuleAdapter(net, name="actor", compute_device=CPU)) == 3
-    changes = [MUTATIONS["nothing"], MUTATIONS["a_step"], MUTATIONS["a_tensor_more"], MUTATIONS["nothing"]]
-    assert look_after(changes, scene, lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU)) == 3
+    assert (
+        look_after(
+            [CHANGES["nothing"]] * 3,
+            net,
+            lambda: ModuleAdapter(net, name="actor", compute_device=CPU),
+        )
+        == 3
+    )
+    changes = [
+        MUTATIONS["nothing"],
+        MUTATIONS["a_step"],
+        MUTATIONS["a_tensor_more"],
+        MUTATIONS["nothing"],
+    ]
+    assert (
+        look_after(
+            changes,
+            scene,
+            lambda: OptimizerAdapter(scene.optimizer, name="adam", compute_device=CPU),
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_memory_that_changed_places_is_put_back_under_its_names_of_now(is_offloaded: bool) -> None:
-    model, manager = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), make_manager()
+    model, manager = (
+        nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)),
+        make_manager(),
+    )
     manager.register("actor", model, role="actor")
     first, second = model.parameters()
     with contextlib.nullcontext() if is_offloaded else manager.phase("log_prob"):
@@ -352,7 +450,10 @@ def test_memory_that_changed_places_is_put_back_under_its_names_of_now(is_offloa
     assert_same(dict(model.state_dict()), dict(expected))
 
 
-@pytest.mark.skipif(not can_swap(), reason="torch before 2.13 cannot take in memory of two tensors on a device in host memory")
+@pytest.mark.skipif(
+    not can_swap(),
+    reason="torch before 2.13 cannot take in memory of two tensors on a device in host memory",
+)
 def test_new_state_may_become_a_parameter_before_it_moves() -> None:
     scene = Scene()
     manager = make_manager()

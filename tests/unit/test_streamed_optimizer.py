@@ -1,4 +1,5 @@
-"""`optimizer_in="streamed"`: the ordinary step's bytes, a bounded part of the device, the user's hooks once, and clear refusals."""
+"""`optimizer_in="streamed"`: the ordinary step's bytes, a bounded part of the device, the user's
+hooks once, and clear refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WIDTH = 64
 
 
 class Net(nn.Module):
-    """Layers of which a step uses some, an embedding whose state is larger than a bucket, and a layer that is never used."""
+    """Layers of which a step uses some, an embedding whose state is larger than a bucket, and a
+    layer that is never used."""
 
     def __init__(self, layers: int = 8, words: int = 160) -> None:
         super().__init__()
@@ -55,7 +57,11 @@ def words(step: int) -> torch.Tensor:
 
 
 def manager_of(**keywords: Any) -> Manager:
-    given = {"device": Watched(64 << 20, chunk_bytes=CHUNK), "policy": Colocated("streamed"), "streamed_bucket_bytes": BUCKET}
+    given = {
+        "device": Watched(64 << 20, chunk_bytes=CHUNK),
+        "policy": Colocated("streamed"),
+        "streamed_bucket_bytes": BUCKET,
+    }
     return Manager(**{**given, **keywords})
 
 
@@ -69,7 +75,12 @@ def registered(model: nn.Module, optimizer: Any) -> tuple[Manager, placement.Han
 class Pair:
     """A placed model with its optimizer, which `make` makes, and the same without placement."""
 
-    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[[nn.Module], torch.optim.Optimizer],
+        model: nn.Module | None = None,
+        **keywords: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.net: Any = Net() if model is None else model
         self.plain: Any = copy.deepcopy(self.net)
@@ -123,7 +134,11 @@ def pair() -> Pair:
 
 def in_groups(net: Any) -> torch.optim.Optimizer:
     groups = [
-        {"params": [net.embed.weight, *net.layers[:3].parameters()], "lr": 3e-2, "weight_decay": 0.1},
+        {
+            "params": [net.embed.weight, *net.layers[:3].parameters()],
+            "lr": 3e-2,
+            "weight_decay": 0.1,
+        },
         {"params": list(net.layers[3:].parameters()), "foreach": True},
         {"params": list(net.unused.parameters()), "lr": torch.tensor(1e-3)},
     ]
@@ -140,7 +155,9 @@ STEPPED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW, several groups": in_groups,
     "Adam, amsgrad, foreach": of(torch.optim.Adam, amsgrad=True, foreach=True),
     "SGD": of(torch.optim.SGD, lr=1e-2),
-    "SGD, nesterov, foreach": of(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "SGD, nesterov, foreach": of(
+        torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True
+    ),
     "NAdam": of(torch.optim.NAdam),
     "RAdam": of(torch.optim.RAdam, foreach=True),
     "Adamax": of(torch.optim.Adamax),
@@ -155,21 +172,29 @@ if hasattr(torch.optim, "Muon"):
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
-    """Parameters without a gradient in some steps, whose state is born late or never, and one that is stepped slice by slice."""
+    """Parameters without a gradient in some steps, whose state is born late or never, and one that
+    is stepped slice by slice."""
     pair = Pair(STEPPED[name])
     for step, used in enumerate([(0, 2, 3, 7), None, (1, 2), (6, 5, 4), None]):
         pair.step(step, used)
     pair.check()
     words = pair.net.embed.weight
-    state = [value.nbytes for value in pair.optimizer.state.get(words, {}).values() if isinstance(value, torch.Tensor)]
+    state = [
+        value.nbytes
+        for value in pair.optimizer.state.get(words, {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
     num_slices = len(pair.handle.streamed.parts_of(pair.optimizer, words))  # type: ignore[union-attr]
-    assert (num_slices > 1) is (max(state, default=0) > BUCKET and name != "Muon"), "the state of one parameter is larger than a bucket"
+    assert (num_slices > 1) is (max(state, default=0) > BUCKET and name != "Muon"), (
+        "the state of one parameter is larger than a bucket"
+    )
     assert all(handle.state is OFF for handle in pair.manager.handles.values())
 
 
 @pytest.mark.parametrize(("make", "width"), [(adamw, 48), (muon, 200)])
 def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) -> None:
-    shapes = [(WIDTH, width), (width, WIDTH)] * 12 + [(WIDTH, WIDTH)] * 5  # last chunks of several sizes; pieces larger than a bucket
+    # last chunks of several sizes; pieces larger than a bucket
+    shapes = [(WIDTH, width), (width, WIDTH)] * 12 + [(WIDTH, WIDTH)] * 5
     layers = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
     model_bytes = sum(p.nbytes for p in layers.parameters())
     pair = Pair(make, model=layers)
@@ -186,7 +211,10 @@ def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) 
             assert held <= model_bytes * 2 + 2 * CHUNK  # the model and its gradients
     pair.check()
     state_bytes = sum(r.nbytes for r in pair.handle.holding.ranges)  # type: ignore[union-attr]
-    assert (pair.handle.counters.loaded_bytes, pair.handle.counters.offloaded_bytes) == (2 * state_bytes, 3 * state_bytes)
+    assert (pair.handle.counters.loaded_bytes, pair.handle.counters.offloaded_bytes) == (
+        2 * state_bytes,
+        3 * state_bytes,
+    )
     pair.device.peak_bytes = 0
     with pair.manager.phase("train"):
         for net, _ in pair.both():
@@ -194,21 +222,29 @@ def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) 
         pair.step_layers(3)
     pair.check()
     assert pair.device.peak_bytes <= held + window
-    assert pair.manager.snapshot().peak_bytes <= model_bytes * 2 + 2 * CHUNK + window  # gradients move with the model
+    # gradients move with the model
+    assert pair.manager.snapshot().peak_bytes <= model_bytes * 2 + 2 * CHUNK + window
 
 
 def test_what_a_step_leaves_aside_counts_once_in_the_peak() -> None:
-    pair = Pair(adamw, model=nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))))
+    pair = Pair(
+        adamw, model=nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    )
     for step in range(2):
         with pair.manager.phase("train"):
             pair.step_layers(step)
             pair.optimizer.zero_grad()
-        pair.net[1:].requires_grad_(requires_grad=False)  # the second step uses a third of what has come before it
+        # the second step uses a third of what has come before it
+        pair.net[1:].requires_grad_(requires_grad=False)
     assert pair.manager.snapshot().peak_bytes <= pair.actor.num_bytes + pair.handle.num_bytes
 
 
-@pytest.mark.parametrize(("how", "when"), [("added", "between phases"), ("unfrozen", "in the phase")])
-def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(how: str, when: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "when"), [("added", "between phases"), ("unfrozen", "in the phase")]
+)
+def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(
+    how: str, when: str
+) -> None:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
 
     def first_ones(net: Any) -> torch.optim.Optimizer:
@@ -237,9 +273,15 @@ def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(ho
 
 def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     pair, seen, sizes = Pair(adamw), list[str](), list[int]()
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()]
-    pair.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}"))
-    pair.optimizer.register_step_post_hook(lambda optimizer, *_: sizes.append(optimizer.param_groups[0]["params"][0].numel()))
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()
+    ]
+    pair.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}")
+    )
+    pair.optimizer.register_step_post_hook(
+        lambda optimizer, *_: sizes.append(optimizer.param_groups[0]["params"][0].numel())
+    )
     pair.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     with pair.manager.phase("train"):
         later = torch.optim.lr_scheduler.StepLR(pair.optimizer, 10)
@@ -247,7 +289,9 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
             losses = []
             for net, optimizer in pair.both():
 
-                def closure(net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step) -> torch.Tensor:
+                def closure(
+                    net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step
+                ) -> torch.Tensor:
                     optimizer.zero_grad()
                     loss: torch.Tensor = net(words(step))
                     loss.backward()
@@ -280,14 +324,19 @@ def test_a_scaler_skips_and_unscales_as_always() -> None:
 
 
 def test_the_implementation_is_that_of_the_whole_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch takes the for-loop for all parameters of a group if foreach does not fit one of them; here, for those of a subclass."""
+    """Torch takes the for-loop for all parameters of a group if foreach does not fit one of them;
+    here, for those of a subclass."""
     from torch.optim import optimizer as module
 
     odd: Any = type("Odd", (nn.Parameter,), {})
     monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
     adam, chosen = importlib.import_module("torch.optim.adam"), list[bool]()
     original = adam._multi_tensor_adam
-    monkeypatch.setattr(adam, "_multi_tensor_adam", lambda *args, **kw: (chosen.append(True), original(*args, **kw))[1])
+    monkeypatch.setattr(
+        adam,
+        "_multi_tensor_adam",
+        lambda *args, **kw: (chosen.append(True), original(*args, **kw))[1],
+    )
     pair = Pair(adamw)
     pair.step(0)
     assert chosen
@@ -326,7 +375,8 @@ def test_values_written_while_offloaded_are_reported_before_the_step(pair: Pair)
 
 
 def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(pair: Pair) -> None:
-    """They come while the forward and backward pass leave the link idle, and are shown when the step begins."""
+    """They come while the forward and backward pass leave the link idle, and are shown when the
+    step begins."""
     loaded, fetched = pair.handle.counters.loaded_bytes, list[int]()
     with pair.manager.phase("train"):
         early = pair.handle.prefetched_bytes
@@ -339,14 +389,21 @@ def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(p
         pair.device.copy = watched
         pair.step_both(1)
         assert early >= 2 * BUCKET
-        assert pair.handle.counters.loaded_bytes - loaded - sum(fetched) == pair.handle.counters.prefetch_used_bytes == early
+        assert (
+            pair.handle.counters.loaded_bytes - loaded - sum(fetched)
+            == pair.handle.counters.prefetch_used_bytes
+            == early
+        )
         assert pair.handle.prefetched_bytes == 0  # nobody knows whether there is another step
         pair.step_both(2)
     pair.check()
 
 
 def test_state_that_is_not_stepped_any_more_does_not_come_early() -> None:
-    pair = Pair(lambda net: torch.optim.AdamW(net.layers.parameters()), streamed_bucket_bytes=1 << 20)  # a window has room for all
+    # a window has room for all
+    pair = Pair(
+        lambda net: torch.optim.AdamW(net.layers.parameters()), streamed_bucket_bytes=1 << 20
+    )
     with pair.manager.phase("train"):
         pair.step_both(0)
         pair.step_both(1)
@@ -365,13 +422,16 @@ def test_a_phase_whose_window_does_not_fit_is_refused() -> None:
     Pair(adamw, budget_bytes=needed).step(0)
 
 
-def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(caplog: pytest.LogCaptureFixture, pair: Pair) -> None:
+def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(
+    caplog: pytest.LogCaptureFixture, pair: Pair
+) -> None:
     with pair.manager.phase("train"):
         pair.step_both(1)  # the first buckets of this one have come before it
         for net, _ in pair.both():
             net(words(2)).backward()
         free = pair.device.memory().free_bytes
-        pair.device.outside_bytes = free - 4 * CHUNK  # the largest bucket, with two chunks that the one before has, too
+        # the largest bucket, with two chunks that the one before has, too
+        pair.device.outside_bytes = free - 4 * CHUNK
         for _, optimizer in pair.both():
             optimizer.step()
         pair.device.outside_bytes = 0
@@ -425,11 +485,18 @@ class Clipping(torch.optim.AdamW):
     ],
     ids=["LBFGS", "own step", "differentiable", "wrapper"],
 )
-def test_a_plan_that_streams_a_step_that_cannot_be_streamed_is_refused(make: Callable[[nn.Module], Any], reason: str) -> None:
+def test_a_plan_that_streams_a_step_that_cannot_be_streamed_is_refused(
+    make: Callable[[nn.Module], Any], reason: str
+) -> None:
     net = Net()
     optimizer = make(net)
     manager, handle = registered(net, optimizer)
-    with pytest.raises(PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"), manager.phase("train"):
+    with (
+        pytest.raises(
+            PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"
+        ),
+        manager.phase("train"),
+    ):
         pass
     assert handle.state is OFF
     manager.close()
@@ -460,21 +527,27 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_a_parameter_that_stands_twice_is_refused() -> None:
-    """Torch warns, and steps it twice. Where it has moments of several buckets its state would leave between the two."""
+    """Torch warns, and steps it twice. Where it has moments of several buckets its state would
+    leave between the two."""
     net = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(CHUNK))])
     with pytest.warns(UserWarning, match="duplicate"):
         optimizer = torch.optim.AdamW([net[0], net[1], net[1]], foreach=False)
     manager, _ = registered(net, optimizer)
     with manager.phase("train"):
         net[0].grad, net[1].grad = torch.ones(8), torch.ones(CHUNK)
-        with pytest.raises(PhaseError, match=r"a parameter stands twice in its groups.*optimizer_in='train'"):
+        with pytest.raises(
+            PhaseError,
+            match=r"a parameter stands twice in its groups.*optimizer_in='train'",
+        ):
             optimizer.step()
         optimizer.zero_grad()
     assert not any(value.any() for value in net.state_dict().values())
     manager.close()
 
 
-@pytest.mark.parametrize(("policy", "how"), [("streamed", "by name"), ("train", "by position"), ("streamed", "a hook")])
+@pytest.mark.parametrize(
+    ("policy", "how"), [("streamed", "by name"), ("train", "by position"), ("streamed", "a hook")]
+)
 def test_a_closure_or_a_hook_that_leaves_the_phase_steps_nothing(policy: Any, how: str) -> None:
     pair, called = Pair(adamw, policy=Colocated(policy)), list[object]()
     pair.step(0)
@@ -487,7 +560,14 @@ def test_a_closure_or_a_hook_that_leaves_the_phase_steps_nothing(policy: Any, ho
 
     if how == "a hook":
         pair.optimizer.register_step_pre_hook(leave)
-        with pytest.raises(PhaseError, match=r"a closure or a hook of the step has left the phase. Nothing was stepped"):
+        with pytest.raises(
+            PhaseError,
+            match=r"a closure or a hook of the step has "
+            r"left "
+            r"the "
+            r"phase. "
+            r"Nothing was stepped",
+        ):
             pair.optimizer.step()
     else:
         with pytest.raises(NotResidentError, match=r"cannot be stepped"):
@@ -500,7 +580,10 @@ def test_a_closure_or_a_hook_that_leaves_the_phase_steps_nothing(policy: Any, ho
 def test_a_step_method_that_was_replaced_is_refused() -> None:
     pair = Pair(adamw)
     pair.optimizer.step = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(PhaseError, match=r"has replaced its step\(\) by '.*lambda"), pair.manager.phase("train"):
+    with (
+        pytest.raises(PhaseError, match=r"has replaced its step\(\) by '.*lambda"),
+        pair.manager.phase("train"),
+    ):
         pass
     del pair.optimizer.step
     pair.step(0)

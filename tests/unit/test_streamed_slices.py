@@ -1,4 +1,5 @@
-"""Parameters whose state is larger than a bucket are stepped slice by slice: the ordinary step's bits, within the window."""
+"""Parameters whose state is larger than a bucket are stepped slice by slice: the ordinary step's
+bits, within the window."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from placement.registration.streamed_optimizer import sliceable_state
 from tests.unit.test_streamed_optimizer import STEPPED, Pair, adamw
 
 LARGE = 40_001
-"""Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is aligned to nothing."""
+"""Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is
+aligned to nothing."""
 
 
 class Lone(nn.Module):
@@ -23,7 +25,9 @@ class Lone(nn.Module):
 
     def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes
+        )
 
 
 def gradients(net: Any, seed: int) -> None:
@@ -49,7 +53,10 @@ class Sliced(Pair):
 
     def num_slices(self) -> list[int]:
         assert self.handle.streamed is not None
-        return [len(self.handle.streamed.parts_of(self.optimizer, weight)) for weight in self.net.weights]
+        return [
+            len(self.handle.streamed.parts_of(self.optimizer, weight))
+            for weight in self.net.weights
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -61,7 +68,10 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=4), st.sampled_from(["AdamW", "AdamW, fused", "Adam, amsgrad, foreach"]))
+@given(
+    st.lists(st.integers(1, 40_000), min_size=1, max_size=4),
+    st.sampled_from(["AdamW", "AdamW, fused", "Adam, amsgrad, foreach"]),
+)
 def test_any_sizes(sizes: list[int], name: str) -> None:
     pair = Sliced(STEPPED[name], model=Lone(*((size,) for size in sizes)))
     pair.steps()
@@ -70,10 +80,15 @@ def test_any_sizes(sizes: list[int], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "has_stepped"), [([(40, 8), (LARGE // 8, 8)], True), ([(40, 8), *[(1000,)] * 30], False)], ids=["sliced", "many"]
+    ("shapes", "has_stepped"),
+    [([(40, 8), (LARGE // 8, 8)], True), ([(40, 8), *[(1000,)] * 30], False)],
+    ids=["sliced", "many"],
 )
-def test_state_that_is_begun_anew_beside_state_that_was_replaced(shapes: list[tuple[int, ...]], has_stepped: bool) -> None:
-    """The step creates the one while later buckets have still to use the other, which lies in torch's memory until the end."""
+def test_state_that_is_begun_anew_beside_state_that_was_replaced(
+    shapes: list[tuple[int, ...]], has_stepped: bool
+) -> None:
+    """The step creates the one while later buckets have still to use the other, which lies in
+    torch's memory until the end."""
     pair = Sliced(adamw, model=Lone(*shapes))
     pair.steps(2)
     with pair.manager.phase("train"):

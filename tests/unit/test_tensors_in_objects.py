@@ -1,4 +1,5 @@
-"""Tensors in objects that modules hold (a KV cache, an attention mask, a teacher's shadow weights) leave the device with the module."""
+"""Tensors in objects that modules hold (a KV cache, an attention mask, a teacher's shadow weights)
+leave the device with the module."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from placement import Manager
 from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
-from tests.support.worker import assert_same, batch, in_a_range, learn, make_manager, net, through_a_file
+from tests.support.worker import (
+    assert_same,
+    batch,
+    in_a_range,
+    learn,
+    make_manager,
+    net,
+    through_a_file,
+)
 from tests.unit.test_optimizer_containers import more, run, values
 
 
@@ -59,8 +68,12 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 """They hold one tensor."""
 FORMS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(lambda hold: hold(_ones()), hold) for name, hold in HOLDERS.items()},
-    "layers": lambda: Held(layers=[Held(keys=_ones(), values=_ones()), Held(keys=_ones())], length=3),
-    "cross": lambda: Held(own=Held(layers=[Held(keys=_ones())]), cross=Held(layers=[Held(keys=_ones())])),
+    "layers": lambda: Held(
+        layers=[Held(keys=_ones(), values=_ones()), Held(keys=_ones())], length=3
+    ),
+    "cross": lambda: Held(
+        own=Held(layers=[Held(keys=_ones())]), cross=Held(layers=[Held(keys=_ones())])
+    ),
     "mask": lambda: create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu"),
     "inference": torch.inference_mode()(lambda: Held(keys=_ones())),
 }
@@ -92,7 +105,11 @@ def test_what_an_object_holds_leaves_with_the_module(
     model.cache = make() if when == "before" else None  # type: ignore[assignment]
     if when == "steady":
         model.cache = cache  # type: ignore[assignment]
-    manager.register("it", placement.TorchEngine(model) if engine else model, role="rollout" if engine else "actor")
+    manager.register(
+        "it",
+        placement.TorchEngine(model) if engine else model,
+        role="rollout" if engine else "actor",
+    )
     for _ in range(2):
         with manager.phase(phase):
             pass
@@ -106,19 +123,28 @@ def test_what_an_object_holds_leaves_with_the_module(
     assert_nothing_resident(manager)
     with manager.phase(phase):
         assert_same(_tensors(model.cache), _tensors(make()))
-    assert not any(bool((each == wanted).all()) for each, wanted in zip(_tensors(model.cache), _tensors(make()), strict=True))
+    assert not any(
+        bool((each == wanted).all())
+        for each, wanted in zip(_tensors(model.cache), _tensors(make()), strict=True)
+    )
     manager.close()
     assert_same(_tensors(model.cache), _tensors(make()))
     assert not any(map(in_a_range, _tensors(model.cache)))
 
 
 @pytest.mark.parametrize("swaps", [True, False], ids=["swap", "rebind"])
-def test_a_view_of_a_weight_in_an_object_stays_a_view(swaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_of_a_weight_in_an_object_stays_a_view(
+    swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not swaps:
         monkeypatch.setattr(base, "can_swap", lambda: False)
     model, twin = net(), net()
     twin.load_state_dict(model.state_dict())
-    model.held = Held(weight=model[0].weight, rows=model[0].weight.detach()[1:], shadow=[p.detach().clone() for p in model.parameters()])  # type: ignore[assignment]
+    model.held = Held(
+        weight=model[0].weight,
+        rows=model[0].weight.detach()[1:],
+        shadow=[p.detach().clone() for p in model.parameters()],
+    )  # type: ignore[assignment]
     before = [each.clone() for each in model.held.shadow]
     sgd, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
     manager = make_manager()
@@ -168,7 +194,9 @@ def test_what_belongs_to_another_handle_or_cannot_be_seen_is_left_alone() -> Non
     model, critic, manager = net(), net(), make_manager()
     wanted = [parameter.detach().clone() for parameter in critic.parameters()]
     manager.register("critic", critic, role="critic")
-    model.held = Held(critic=critic, weights=list(critic.parameters()), nothing=torch.empty(4, device="meta"))  # type: ignore[assignment]
+    model.held = Held(
+        critic=critic, weights=list(critic.parameters()), nothing=torch.empty(4, device="meta")
+    )  # type: ignore[assignment]
     actor = manager.register("actor", model, role="actor")
     own = sum(parameter.nbytes for parameter in model.parameters())
     for phase in ("log_prob", "values", "log_prob"):
@@ -185,7 +213,8 @@ def test_what_belongs_to_another_handle_or_cannot_be_seen_is_left_alone() -> Non
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_autocast_has_cast_goes_with_the_weights(nested: bool, grad: bool) -> None:
-    """Inside an open region autocast keeps a half-precision copy of each weight: half the model, and stale after a change."""
+    """Inside an open region autocast keeps a half-precision copy of each weight: half the model,
+    and stale after a change."""
     model, manager = net(), make_manager()
     actor = manager.register("actor", model, role="actor")
     region = functools.partial(torch.autocast, "cpu", torch.bfloat16)
@@ -233,7 +262,12 @@ def test_tensors_in_objects_move_and_are_saved(form: str, tmp_path: Path) -> Non
     handle = manager.handles["actor.optimizer"]
     assert handle.host_bytes >= sum(each.nbytes for each in mine)
     placement.checkpoint.save(manager, tmp_path)
-    saved = [tensor for _, tensor in nested_tensors(through_a_file(handle.state_dict(), weights_only=False), "", levels=1)]
+    saved = [
+        tensor
+        for _, tensor in nested_tensors(
+            through_a_file(handle.state_dict(), weights_only=False), "", levels=1
+        )
+    ]
     with manager.phase("train"):
         assert_same(saved, [each.clone() for each in mine])
     loaded = run(made, 0, other)
@@ -266,7 +300,10 @@ def test_what_does_not_move_is_named() -> None:
         del optimizer.grads
     audit = manager.audit()
     named = [f"state.{index}.deep.matrix.matrix" for index in range(4)] + ["Deep.shadow.w.0"]
-    assert all(f"foreign: actor.optimizer: {name}, which is no part of its state" in audit.report for name in named)
+    assert all(
+        f"foreign: actor.optimizer: {name}, which is no part of its state" in audit.report
+        for name in named
+    )
     assert audit.foreign_bytes == handle.foreign_bytes == 4 * 20 + 28
     with pytest.raises(AssertionError, match=r"28 bytes on the device: .*Deep.shadow.w.0"):
         assert_nothing_resident(manager)
@@ -344,7 +381,10 @@ def test_a_cache_born_in_inference_mode_moves_with_its_module(
         with manager.phase("train"):
             learn(model, sgd)
         learn(twin, other)
-    assert_same(dict(manager.handles["it"].state_dict()) if role != "rollout" else {}, dict(twin.state_dict()) if role != "rollout" else {})
+    assert_same(
+        dict(manager.handles["it"].state_dict()) if role != "rollout" else {},
+        dict(twin.state_dict()) if role != "rollout" else {},
+    )
     manager.close()
     assert not in_a_range(model.cache)
     assert_same(model.cache, twin.cache)

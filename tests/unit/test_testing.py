@@ -1,4 +1,5 @@
-"""The public test helpers: faults that fire where they are told to, and the assertion that nothing is resident."""
+"""The public test helpers: faults that fire where they are told to, and the assertion that nothing
+is resident."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_the_nth_call_from_now_fails_once(faults: Faults, operation: str) -> Non
     call(faults, operation)
     faults.fail(operation, at=2)
     call(faults, operation)
-    error = {"host": HostMemoryError, "copy": InjectedFault, "sync": InjectedFault}.get(operation, DeviceMemoryError)
+    error = {"host": HostMemoryError, "copy": InjectedFault, "sync": InjectedFault}.get(
+        operation, DeviceMemoryError
+    )
     with pytest.raises(error, match=f"injected fault: {operation}, call 3"):
         call(faults, operation)
     call(faults, operation)
@@ -82,13 +85,23 @@ def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
         assert_nothing_resident(manager)
         assert faults.memory().chunk_bytes > 0
         phase.keep("actor")
-    with pytest.raises(AssertionError, match=r"actor is GPU_RESIDENT outside every phase and holds [\d,]+ bytes"):
+    with pytest.raises(
+        AssertionError,
+        match=r"actor is GPU_RESIDENT outside every phase and holds [\d,]+ bytes",
+    ):
         assert_nothing_resident(manager)
     assert_nothing_resident(manager, except_for=["actor"])
     with manager.phase("values"):
         pass
     stray = faults.create(SIZE)
-    with pytest.raises(AssertionError, match=r"(?s)chunks take 16,384 bytes, the handles hold 0 \(actor 0\)\n.*\nunaccounted: .*16,384"):
+    with pytest.raises(
+        AssertionError,
+        match=r"(?s)chunks take 16,384 bytes, the "
+        r"handles "
+        r"hold "
+        r"0 "
+        r"\(actor 0\)\n.*\nunaccounted: .*16,384",
+    ):
         assert_nothing_resident(manager)
     faults.release(stray)
     assert_nothing_resident(manager)

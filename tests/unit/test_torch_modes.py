@@ -1,4 +1,5 @@
-"""Whatever mode of torch the caller is in, placement does what it does outside of it: byte for byte."""
+"""Whatever mode of torch the caller is in, placement does what it does outside of it: byte for
+byte."""
 
 from __future__ import annotations
 
@@ -51,7 +52,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def all_at_once() -> Iterator[None]:
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), RefusesFunctions(), RefusesOperations():
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        RefusesFunctions(),
+        RefusesOperations(),
+    ):
         yield
 
 
@@ -63,7 +70,9 @@ def under(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Calla
     return inside
 
 
-def transformed(transform: Callable[..., Any], *, rows: int = 1) -> Callable[[Callable[[], Any]], Any]:
+def transformed(
+    transform: Callable[..., Any], *, rows: int = 1
+) -> Callable[[Callable[[], Any]], Any]:
     """Inside a function that is being transformed: `torch.func.grad(f)(x)`."""
 
     def inside(call: Callable[[], Any]) -> Any:
@@ -95,7 +104,8 @@ every_mode = pytest.mark.parametrize("inside", MODES.values(), ids=MODES.keys())
 
 
 class Life:
-    """A worker whose every call of placement is made in a mode, and whose computing is done outside of it."""
+    """A worker whose every call of placement is made in a mode, and whose computing is done outside
+    of it."""
 
     def __init__(self, inside: Inside[Any], folder: Path, policy: Any) -> None:
         torch.manual_seed(0)
@@ -120,7 +130,9 @@ class Life:
         self.leave()
 
     def register(self, name: str, target: object, **keywords: Any) -> placement.Handle:
-        handle: placement.Handle = self.inside(lambda: self.manager.register(name, target, **keywords))
+        handle: placement.Handle = self.inside(
+            lambda: self.manager.register(name, target, **keywords)
+        )
         return handle
 
     def note(self, what: Any) -> None:
@@ -140,7 +152,9 @@ class Life:
 
     def publish(self) -> None:
         self.inside(lambda: self.manager.enter("weight_sync"))
-        self.note([(each.name, each.shape, each.dtype) for each in self.inside(self.actor.weights_info)])
+        self.note(
+            [(each.name, each.shape, each.dtype) for each in self.inside(self.actor.weights_info)]
+        )
         buckets = self.inside(lambda: self.actor.weights(bucket_bytes=1 << 13))
         while (bucket := self.inside(lambda: next(buckets, None))) is not None:
             self.note(list(bucket))
@@ -149,7 +163,8 @@ class Life:
         self.inside(self.manager.leave)
 
     def restore(self, folder: Path) -> None:
-        """Save, go on, and come back to what was saved; then the same by state dicts of one's own."""
+        """Save, go on, and come back to what was saved; then the same by state dicts of one's
+        own."""
         self.inside(lambda: checkpoint.save(self.manager, folder / "saved"))
         self.inside(lambda: checkpoint.async_save(self.manager, folder / "behind")).result()
         parts = [checkpoint.Model(self.actor), checkpoint.Optimizer(self.optimizer)]
@@ -177,16 +192,22 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
 
 
 @pytest.mark.parametrize(
-    ("inside", "streams"), [*((each, False) for each in MODES.values()), (MODES["all at once"], True)], ids=[*MODES, "streamed"]
+    ("inside", "streams"),
+    [*((each, False) for each in MODES.values()), (MODES["all at once"], True)],
+    ids=[*MODES, "streamed"],
 )
 def test_every_byte_is_what_it_is_outside_the_mode(
     inside: Inside[Any], streams: bool, plain: tuple[list[Any], Path], tmp_path: Path
 ) -> None:
-    assert_same(Life(inside, tmp_path, placement.policies.Colocated(stream_sync=streams)).seen, plain[0])
+    assert_same(
+        Life(inside, tmp_path, placement.policies.Colocated(stream_sync=streams)).seen, plain[0]
+    )
 
 
 @every_mode
-def test_a_state_that_is_read_into_an_unborn_optimizer_is_what_was_saved(inside: Inside[Any], plain: tuple[list[Any], Path]) -> None:
+def test_a_state_that_is_read_into_an_unborn_optimizer_is_what_was_saved(
+    inside: Inside[Any], plain: tuple[list[Any], Path]
+) -> None:
     fresh = net()
     adam = torch.optim.AdamW(fresh.parameters(), lr=1.0)
     manager = placement.Manager(device=SimulatedDevice(8 << 20))
@@ -208,10 +229,22 @@ def test_the_caller_is_in_the_same_modes_afterwards(inside: Inside[Any]) -> None
     manager.register("actor", model, role="actor")
 
     def modes() -> tuple[Any, ...]:
-        function_modes = [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
-        dispatch_modes = [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
+        function_modes = [
+            torch._C._get_function_stack_at(index)
+            for index in range(torch._C._len_torch_function_stack())
+        ]
+        dispatch_modes = [
+            torch._C._get_dispatch_stack_at(index)
+            for index in range(torch._C._len_torch_dispatch_stack())
+        ]
         level = torch._C._functorch.maybe_current_level()
-        return function_modes, dispatch_modes, torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), level
+        return (
+            function_modes,
+            dispatch_modes,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_inference_mode_enabled(),
+            level,
+        )
 
     def call() -> None:
         before, had_gradients = modes(), torch.is_grad_enabled()

@@ -1,4 +1,5 @@
-"""Writes into offloaded memory: every way in is an error at the next phase transition, once, and nothing is lost."""
+"""Writes into offloaded memory: every way in is an error at the next phase transition, once, and
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Program:
 
     def __init__(self, device: SimulatedDevice | None = None, **keywords: Any) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)
+        )
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.manager = make_manager(device=device or SimulatedDevice(CAPACITY), **keywords)
         self.actor = self.manager.register("actor", self.model, role="actor")
@@ -41,8 +44,17 @@ class Program:
 
     def tensors(self) -> Tensors:
         found = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        found |= {f"{name}.grad": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        found |= {f"{i}.{k}": v for i, s in enumerate(self.adam.state.values()) for k, v in s.items() if v.dim()}
+        found |= {
+            f"{name}.grad": p.grad
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
+        found |= {
+            f"{i}.{k}": v
+            for i, s in enumerate(self.adam.state.values())
+            for k, v in s.items()
+            if v.dim()
+        }
         return found
 
     def values(self) -> Tensors:
@@ -63,7 +75,12 @@ class Program:
         return values
 
 
-TARGETS = {"value": "0.weight", "buffer": "1.running_mean", "gradient": "0.weight.grad", "state": "0.exp_avg"}
+TARGETS = {
+    "value": "0.weight",
+    "buffer": "1.running_mean",
+    "gradient": "0.weight.grad",
+    "state": "0.exp_avg",
+}
 COUNTED: dict[str, Write] = {
     "mul_": lambda t: t.mul_(0.5),
     "out=": lambda t: torch.mul(t, 0.5, out=t),
@@ -71,7 +88,9 @@ COUNTED: dict[str, Write] = {
     "an element": lambda t: t.view(-1)[3].mul_(2),
 }
 """NaN becomes NaN of the same bytes (float32 on a CPU). A version counter counts them."""
-UNCOUNTED: dict[str, Write] = {"EMA through data": lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6)}
+UNCOUNTED: dict[str, Write] = {
+    "EMA through data": lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6)
+}
 VISIBLE: dict[str, Write] = {
     "fill_": lambda t: t.fill_(3),
     "copy_": lambda t: t.copy_(torch.ones_like(t)),
@@ -81,7 +100,14 @@ VISIBLE: dict[str, Write] = {
 
 
 def raises() -> Any:
-    return pytest.raises(IntegrityError, match=r"something wrote into the memory of an offloaded handle .*: .* of 'actor")
+    return pytest.raises(
+        IntegrityError,
+        match=r"something wrote into the memory "
+        r"of "
+        r"an "
+        r"offloaded "
+        r"handle .*: .* of 'actor",
+    )
 
 
 def first_offload(program: Program, write: Callable[[], object]) -> Tensors:
@@ -134,7 +160,12 @@ def at_a_switch(program: Program, write: Callable[[], object]) -> Tensors:
 WHENS = [first_offload, after_audits, at_an_exit, in_a_phase_inside, at_a_switch]
 
 
-def check(program: Program, target: str, write: Write, when: Callable[[Program, Callable[[], object]], Tensors]) -> None:
+def check(
+    program: Program,
+    target: str,
+    write: Write,
+    when: Callable[[Program, Callable[[], object]], Tensors],
+) -> None:
     def written() -> None:
         with torch.no_grad():
             write(program.tensors()[TARGETS[target]])
@@ -148,24 +179,38 @@ def check(program: Program, target: str, write: Write, when: Callable[[Program, 
     assert_nothing_resident(program.manager)
 
 
-@pytest.mark.parametrize(("when", "target"), [*((when, "value") for when in WHENS), *((first_offload, target) for target in TARGETS)])
+@pytest.mark.parametrize(
+    ("when", "target"),
+    [*((when, "value") for when in WHENS), *((first_offload, target) for target in TARGETS)],
+)
 @pytest.mark.parametrize("write", [COUNTED["mul_"], *UNCOUNTED.values()], ids=["mul_", *UNCOUNTED])
 def test_a_write_is_an_error_whenever_it_was_made(write: Write, target: str, when: Any) -> None:
     """Once, and nothing is lost; docs/offloaded.md has a test of every way to write."""
     check(Program(), target, write, when)
 
 
-@pytest.mark.parametrize(("way", "offloads", "audits"), [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "offloads", "audits"),
+    [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)],
+    ids=str,
+)
 @pytest.mark.parametrize("target", TARGETS)
-def test_counters_find_writes_that_leave_the_bytes_as_they_were(target: str, way: str, offloads: int, audits: int) -> None:
+def test_counters_find_writes_that_leave_the_bytes_as_they_were(
+    target: str, way: str, offloads: int, audits: int
+) -> None:
     """The simulated device shows every write, and would hide a counter that is not looked at."""
     program = Program(compared())
     values = program.train(offloads)
     with torch.no_grad():
         COUNTED[way](program.tensors()[TARGETS[target]])
     found = [program.manager.audit().findings for _ in range(audits)]
-    assert [[finding.what for finding in findings] for findings in found] == [["wrong_write"]] * audits
-    with pytest.raises(IntegrityError, match=rf"{TARGETS[target]} of 'actor.* were written while it was offloaded"):
+    assert [[finding.what for finding in findings] for findings in found] == [
+        ["wrong_write"]
+    ] * audits
+    with pytest.raises(
+        IntegrityError,
+        match=rf"{TARGETS[target]} of 'actor.* were written while it was offloaded",
+    ):
         program.manager.phase("train").__enter__()
     for _ in range(2):
         with program.manager.phase("train"):
@@ -179,12 +224,20 @@ def test_bytes_show_writes_without_a_counter(way: str) -> None:
     for when in WHENS:
         program = Program(compared())
         with pytest.MonkeyPatch.context() as patched:
-            patched.setitem(globals(), "raises", lambda: pytest.raises(IntegrityError, match="something wrote into the memory of an off"))
+            patched.setitem(
+                globals(),
+                "raises",
+                lambda: pytest.raises(
+                    IntegrityError, match="something wrote into the memory of an off"
+                ),
+            )
             check(program, "value", VISIBLE[way], when)
 
 
 @pytest.mark.parametrize(("dtype", "readonly"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.dtype, readonly: bool) -> None:
+def test_a_reference_synced_while_offloaded_is_an_error_each_time(
+    dtype: torch.dtype, readonly: bool
+) -> None:
     """TRL's SyncRefModelCallback writes `ref.data` at the end of a step, in no phase."""
     manager = make_manager()
     actor, reference = torch.nn.Linear(64, 64).to(dtype), torch.nn.Linear(64, 64).to(dtype)
@@ -197,7 +250,13 @@ def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.d
         for mine, other in zip(reference.parameters(), actor.parameters(), strict=True):
             mine.data.mul_(0.4).add_(other.data, alpha=0.6)
         assert not manager.audit().ok
-        with pytest.raises(IntegrityError, match=r"in the memory pages of weight, bias of 'ref'"), manager.phase("log_prob"):
+        with (
+            pytest.raises(
+                IntegrityError,
+                match=r"in the memory pages of weight, bias of 'ref'",
+            ),
+            manager.phase("log_prob"),
+        ):
             pass
         assert manager.snapshot().wrong_writes == step
     with manager.phase("log_prob"):
@@ -206,7 +265,8 @@ def test_a_reference_synced_while_offloaded_is_an_error_each_time(dtype: torch.d
 
 
 def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> None:
-    """What `.data =` has bound to a buffer does not share the buffer's counter: the largest of them would hide the others."""
+    """What `.data =` has bound to a buffer does not share the buffer's counter: the largest of them
+    would hide the others."""
     manager = make_manager(device=compared())
     model = torch.nn.Module()
     model.register_buffer("flat", torch.ones(128))
@@ -225,8 +285,15 @@ def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> 
 
 def test_weights_that_are_tied_or_change_places_while_offloaded_are_no_write() -> None:
     """But a write of another tensor meanwhile is told."""
-    for device, is_tied in ((SimulatedDevice(CAPACITY), True), (compared(), True), (compared(), False)):
-        manager, model = make_manager(device=device), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    for device, is_tied in (
+        (SimulatedDevice(CAPACITY), True),
+        (compared(), True),
+        (compared(), False),
+    ):
+        manager, model = (
+            make_manager(device=device),
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)),
+        )
         model[0].weight.detach().add_(1)
         manager.register("actor", model, role="actor")
         before = model.state_dict()["0.weight"].clone()
@@ -256,9 +323,13 @@ ZEROINGS: dict[str, Callable[[Program], object]] = {
 }
 
 
-@pytest.mark.parametrize("device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"])
+@pytest.mark.parametrize(
+    "device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"]
+)
 @pytest.mark.parametrize("how", ZEROINGS)
-def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, device: Callable[[int], SimulatedDevice]) -> None:
+def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(
+    how: str, device: Callable[[int], SimulatedDevice]
+) -> None:
     def zeroed_in(program: Program) -> None:
         assert not any(grad.any() for grad in one_actor(program)), "the old gradients came back"
         with program.manager.phase("train"):
@@ -303,7 +374,9 @@ def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
 
 
 @pytest.mark.parametrize("is_audited", [False, True])
-def test_writes_that_were_never_raised_are_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_that_were_never_raised_are_logged_at_close(
+    is_audited: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     program = Program()
     values = program.train()
     program.model[0].weight.detach().mul_(2)
@@ -321,21 +394,30 @@ def test_a_write_while_weights_are_published_from_the_host_copy() -> None:
     with raises(), program.manager.phase("weight_sync"):
         assert not program.actor.resident_bytes
         program.model[0].weight.detach().mul_(2)
-        published = {name: tensor.clone() for bucket in program.actor.weights() for name, tensor in bucket}
+        published = {
+            name: tensor.clone() for bucket in program.actor.weights() for name, tensor in bucket
+        }
     assert torch.equal(published["0.weight"], values["0.weight"])
     with program.manager.phase("train"):
         assert_same(program.values(), values)
 
 
 def test_writes_to_a_value_and_to_a_gradient_are_one_error() -> None:
-    """Where nothing is loaded, the value's is known by its memory page, and the gradient's by its counter alone."""
-    manager, net = make_manager(), torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
+    """Where nothing is loaded, the value's is known by its memory page, and the gradient's by its
+    counter alone."""
+    manager, net = (
+        make_manager(),
+        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8)),
+    )
     net[1].weight.grad = torch.ones_like(net[1].weight)
     manager.register("ref", net, role="ref")
     with manager.phase("rollout"):
         net[1].weight.grad.mul_(0.5)
         net[0].weight.data.copy_(net[0].weight.detach().clone())
-        with pytest.raises(IntegrityError, match=r"1\.weight\.grad of 'ref'"), manager.phase("rollout"):
+        with (
+            pytest.raises(IntegrityError, match=r"1\.weight\.grad of 'ref'"),
+            manager.phase("rollout"),
+        ):
             pass
         assert not manager.audit().findings
     assert_nothing_resident(manager)
@@ -360,7 +442,8 @@ def loaded_once(**keywords: Any) -> Worker:
 
 
 def check_ref(worker: Worker, wanted: torch.Tensor) -> None:
-    """Every later phase has these values and ends without an error, and a wrong write is still found."""
+    """Every later phase has these values and ends without an error, and a wrong write is still
+    found."""
     for _ in range(3):
         assert_same(worker.ref.state_dict()[KEY], wanted)
         with worker.manager.phase("log_prob"):
@@ -373,7 +456,9 @@ def check_ref(worker: Worker, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("verify", "is_held"), [("off", False), ("off", True), ("always", True)])
-def test_writes_to_a_readonly_state_dict_while_offloaded_are_loaded(verify: str, is_held: bool) -> None:
+def test_writes_to_a_readonly_state_dict_while_offloaded_are_loaded(
+    verify: str, is_held: bool
+) -> None:
     worker = loaded_once(verify=verify)
     shown = worker.ref_net.state_dict()
     shown[KEY][0].fill_(7.0)
@@ -426,9 +511,14 @@ def test_writes_to_a_view_of_a_readonly_state_dict_are_loaded_from_then_on(
         ("actor", "offloaded", VIEWS["index"]),
     ],
 )
-def test_early_chunks_do_not_hide_what_is_written_to_a_view(name: str, when: str, take: Callable[[torch.Tensor], Any]) -> None:
-    """What is written inside a phase to a view of the actor is lost, as the page says, because the actor is copied back."""
-    worker = loaded_once(device=LateDevice(CAPACITY, chunk_bytes=1 << 12), policy=Foresight(in_idle=True))
+def test_early_chunks_do_not_hide_what_is_written_to_a_view(
+    name: str, when: str, take: Callable[[torch.Tensor], Any]
+) -> None:
+    """What is written inside a phase to a view of the actor is lost, as the page says, because the
+    actor is copied back."""
+    worker = loaded_once(
+        device=LateDevice(CAPACITY, chunk_bytes=1 << 12), policy=Foresight(in_idle=True)
+    )
     module, handle = (worker.ref_net, worker.ref) if name == "ref" else (worker.net, worker.actor)
     assert handle.prefetched_bytes
     views = [take(module.state_dict()[KEY])]
@@ -454,7 +544,9 @@ def test_every_bit_pattern_survives() -> None:
             for dtype in (torch.bfloat16, torch.float16, torch.int16):
                 self.register_buffer("every_" + str(dtype).split(".")[1], every.view(dtype).clone())
             self.register_buffer("flags", torch.tensor([True, False]))
-            self.register_buffer("pairs", torch.view_as_complex(torch.tensor([[float("nan"), -0.0]])))
+            self.register_buffer(
+                "pairs", torch.view_as_complex(torch.tensor([[float("nan"), -0.0]]))
+            )
 
     manager, model = make_manager(), Patterns()
     values = {name: value.clone() for name, value in model.named_buffers()}

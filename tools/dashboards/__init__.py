@@ -1,1 +1,2 @@
-"""Make the Grafana dashboards that ship in `placement/observe/dashboards/files`: `python -m tools.dashboards.build`."""
+"""Make the Grafana dashboards that ship in `placement/observe/dashboards/files`: `python -m
+tools.dashboards.build`."""

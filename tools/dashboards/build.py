@@ -1,4 +1,5 @@
-"""Rebuild the dashboards in `files/`: `python -m tools.dashboards.build`. Needs grafana-foundation-sdk."""
+"""Rebuild the dashboards in `files/`: `python -m tools.dashboards.build`. Needs
+grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from tools.dashboards import fleet, worker
 def pages() -> dict[str, str]:
     """The JSON text of each dashboard, by file name."""
     made = {"placement-fleet.json": fleet.page(), "placement-worker.json": worker.page()}
-    return {name: json.dumps(page, cls=JSONEncoder, sort_keys=True, indent=1) + "\n" for name, page in made.items()}
+    return {
+        name: json.dumps(page, cls=JSONEncoder, sort_keys=True, indent=1) + "\n"
+        for name, page in made.items()
+    }
 
 
 def write(directory: Path = FILES) -> None:

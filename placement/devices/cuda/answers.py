@@ -1,6 +1,7 @@
 """Bring small results of kernels to the waiting host: the kernels write them into host memory.
 
-A copy to the host would wait behind the copy engine's queue, which may hold gigabytes of the offload that the result is about.
+A copy to the host would wait behind the copy engine's queue, which may hold gigabytes of the
+offload that the result is about.
 """
 
 from __future__ import annotations
@@ -13,32 +14,45 @@ from placement.core import interrupts
 from placement.devices.host.slab import wait_until_ready
 from placement.devices.memory import HostSlab
 
-NUM_BYTES = 128 << 10  # the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of 128 MiB
+# the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks
+# of 128 MiB
+NUM_BYTES = 128 << 10
 MOST_BYTES = 16 << 20  # the memory of large answers
 
 
 class Exported:
-    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive, and with it the owner of the memory. It
-    must not be the object that holds the tensor: that cycle would run through C++, unseen by any garbage collection."""
+    """Presents memory to torch as device memory, uint8. A tensor over it keeps this object alive,
+    and with it the owner of the memory. It must not be the object that holds the tensor: that cycle
+    would run through C++, unseen by any garbage collection."""
 
     def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class HostWords:
-    """A slab viewed as int64 words. `has_one_address`: whether registered host memory has the same address for kernels and for the host."""
+    """A slab viewed as int64 words. `has_one_address`: whether registered host memory has the same
+    address for kernels and for the host."""
 
     def __init__(self, slab: HostSlab, device: torch.device, *, has_one_address: bool) -> None:
         wait_until_ready(slab.address, slab.nbytes)
         self.host = slab.view(0, slab.nbytes).view(torch.int64)
-        self.device: torch.Tensor | None = None  # the same words for kernels, which write to them directly; None where they cannot
+        # the same words for kernels, which write to them directly; None where they cannot
+        self.device: torch.Tensor | None = None
         if slab.pinned and has_one_address:
-            self.device = torch.as_tensor(Exported(slab, slab.address, slab.nbytes), device=device).view(torch.int64)
+            self.device = torch.as_tensor(
+                Exported(slab, slab.address, slab.nbytes), device=device
+            ).view(torch.int64)
 
 
 class _Answer:
-    """A result on its way. It stays in the memory of `Answers` until it is read, or its place is needed."""
+    """A result on its way. It stays in the memory of `Answers` until it is read, or its place is
+    needed."""
 
     def __init__(self, host: torch.Tensor, written: torch.cuda.Event) -> None:
         self._values: torch.Tensor | None = host
@@ -58,7 +72,8 @@ class _Answer:
 
 
 class Answers:
-    """Brings tensors of one integer type to the host, one behind the other in memory that is used again when it is full."""
+    """Brings tensors of one integer type to the host, one behind the other in memory that is used
+    again when it is full."""
 
     def __init__(self, words: HostWords, dtype: torch.dtype) -> None:
         self._host = words.host.view(dtype)
@@ -76,6 +91,8 @@ class Answers:
             self._waiting, self._used = [], 0
         place = slice(self._used, self._used + count)
         torch.add(values, 0, out=self._device[place])
-        self._waiting.append(_Answer(self._host[place], torch.cuda.current_stream(values.device).record_event()))
+        self._waiting.append(
+            _Answer(self._host[place], torch.cuda.current_stream(values.device).record_event())
+        )
         self._used += count
         return self._waiting[-1]

@@ -1,4 +1,5 @@
-"""An NVIDIA GPU with CUDA virtual memory: addresses are reserved once, and physical memory is mapped behind them and taken away."""
+"""An NVIDIA GPU with CUDA virtual memory: addresses are reserved once, and physical memory is
+mapped behind them and taken away."""
 
 from __future__ import annotations
 
@@ -22,12 +23,23 @@ from placement.devices.cuda.poison import Poison
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Pin, Slab, wait_until_ready
 from placement.devices.inspection import placing
-from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark
+from placement.devices.memory import (
+    Addresses,
+    Chunk,
+    Communicator,
+    Copy,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+)
 
 CHUNK_BYTES = 256 << 20
-"""The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
+"""The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate
+(H200), so large chunks are better."""
 _WIPED_TOGETHER = 16  # the most chunks to wipe with one call of each function of the driver
-TIGHT_CHUNK_BYTES = 128 << 20  # the chunk size where device memory is short: a swap needs room for two chunks
+# the chunk size where device memory is short: a swap needs room for two chunks
+TIGHT_CHUNK_BYTES = 128 << 20
 
 
 class _Addresses(Addresses):
@@ -47,7 +59,8 @@ class CudaDevice(Device):
 
     Args:
         index: the device's index in torch.
-        chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
+        chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See
+        `CHUNK_BYTES`.
 
     Raises:
         PlacementError: CUDA virtual memory is not available, and the message says what to install.
@@ -65,11 +78,16 @@ class CudaDevice(Device):
         self._answers: Answers | None = None
         self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
-        self.ipc_collected_bytes = 0  # about: another thread that frees a tensor at the same moment is counted, too
+        # about: another thread that frees a tensor at the same moment is counted, too
+        self.ipc_collected_bytes = 0
         self._place = placing(self.name, self.pci_address)
-        self._streams: dict[Direction, Any] = {each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)}
-        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None  # the addresses and the stream of `wipe`
-        self._following = torch.cuda.Stream(self.torch_device)  # for work that follows copies, chunk by chunk, beside later copies
+        self._streams: dict[Direction, Any] = {
+            each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)
+        }
+        # the addresses and the stream of `wipe`
+        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
+        # for work that follows copies, chunk by chunk, beside later copies
+        self._following = torch.cuda.Stream(self.torch_device)
 
     def _rounded(self, nbytes: int) -> int:
         return round_up(nbytes, self.granularity)
@@ -89,12 +107,20 @@ class CudaDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
-        return MappedSlab(file, nbytes, own, extra_bytes, self._pin, self._pinning.unpin, self._place)
+    def shared_host(
+        self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
+    ) -> MappedSlab:
+        return MappedSlab(
+            file, nbytes, own, extra_bytes, self._pin, self._pinning.unpin, self._place
+        )
 
     def _words(self, nbytes: int) -> HostWords:
         """A few words of host memory for answers of kernels."""
-        slab = Slab(nbytes, pin=functools.partial(self._pinning.pin, counts=False), unpin=self._pinning.unpin)
+        slab = Slab(
+            nbytes,
+            pin=functools.partial(self._pinning.pin, counts=False),
+            unpin=self._pinning.unpin,
+        )
         return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
     @property
@@ -111,11 +137,14 @@ class CudaDevice(Device):
         reserved = round_up(nbytes, self.chunk_bytes)  # whole slots: see `mapping`
         base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
         addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
-        self._ranges.add(addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent))
+        self._ranges.add(
+            addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent)
+        )
         return addresses
 
     def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
-        """Free a range when its last tensor is gone. Waits for kernels that may still use it, whose fault would kill the context."""
+        """Free a range when its last tensor is gone. Waits for kernels that may still use it, whose
+        fault would kill the context."""
         if self._driver.usable:
             try:
                 if self.is_capturing():  # waiting now would break the capture
@@ -148,23 +177,39 @@ class CudaDevice(Device):
         return chunk
 
     def release(self, *chunks: Chunk) -> None:
-        self._release({weakref.ref(chunk): chunk.handle for chunk in (cast(DriverChunk, each) for each in chunks)})
+        self._release(
+            {
+                weakref.ref(chunk): chunk.handle
+                for chunk in (cast(DriverChunk, each) for each in chunks)
+            }
+        )
 
     def _release(self, handles: Mapping[Life, int]) -> bool:
         if self._driver.usable:
-            # Out of the ledger first, because other threads may look while the driver works, and no number may be released twice.
-            held = [handle for life, handle in handles.items() if self._chunks.owned.pop(life, None) is not None]
+            # Out of the ledger first, because other threads may look while the driver works, and no
+            # number may be released twice.
+            held = [
+                handle
+                for life, handle in handles.items()
+                if self._chunks.owned.pop(life, None) is not None
+            ]
             for handle in held:
                 self._driver.api.cuMemRelease(handle)
         return True
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
-        """See `Device.wipe`. A chunk has addresses while it is filled: alone that costs 0.4 ms, among others 0.2 ms (256 MiB, H100)."""
+        """See `Device.wipe`. A chunk has addresses while it is filled: alone that costs 0.4 ms,
+        among others 0.2 ms (256 MiB, H100)."""
         new = [cast(DriverChunk, chunk) for chunk in chunks]
         full = [chunk for chunk in new if chunk.nbytes == self.chunk_bytes]
-        together = [full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)]
+        together = [
+            full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)
+        ]
         if self._wiping is None:
-            self._wiping = self._reserve(_WIPED_TOGETHER * self.chunk_bytes), torch.cuda.Stream(self.torch_device)
+            self._wiping = (
+                self._reserve(_WIPED_TOGETHER * self.chunk_bytes),
+                torch.cuda.Stream(self.torch_device),
+            )
         addresses, stream = self._wiping
         extent, handle = addresses.extent, self._driver.api.CUstream(stream.cuda_stream)
         with self._driver:
@@ -181,7 +226,9 @@ class CudaDevice(Device):
         extent = cast(_Addresses, addresses).extent
         new = [cast(DriverChunk, chunk) for chunk in chunks]
         if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
-            raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+            raise ValueError(
+                "this device does not hold the chunk: it was released, or belongs to another device"
+            )
         nbytes = sum(chunk.nbytes for chunk in new)
         planned = extent.plan(start, nbytes, new, self._poisoned().chunks)
         try:
@@ -200,17 +247,27 @@ class CudaDevice(Device):
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
-            function, calls = "cuMemcpyHtoDAsync", [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies]
+            function, calls = (
+                "cuMemcpyHtoDAsync",
+                [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies],
+            )
         else:
-            function, calls = "cuMemcpyDtoHAsync", [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies]
+            function, calls = (
+                "cuMemcpyDtoHAsync",
+                [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies],
+            )
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with self._driver:
             self._driver.check(function, self._driver.outcomes(function, calls))
 
     def order(self, direction: Direction | None = None) -> None:
         current = torch.cuda.current_stream(self.torch_device)
-        self._following.wait_stream(current)  # before `current` waits for every copy: work after one copy must not wait for others
-        for stream in (*(self._streams.values() if direction is None else (self._streams[direction],)), self._following):
+        # before `current` waits for every copy: work after one copy must not wait for others
+        self._following.wait_stream(current)
+        for stream in (
+            *(self._streams.values() if direction is None else (self._streams[direction],)),
+            self._following,
+        ):
             current.wait_stream(stream)
 
     @contextlib.contextmanager
@@ -235,11 +292,14 @@ class CudaDevice(Device):
         interrupts.check()
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
-        """See `Device.view`. Memory or poison must be behind the addresses, because torch asks the driver which device they belong to."""
+        """See `Device.view`. Memory or poison must be behind the addresses, because torch asks the
+        driver which device they belong to."""
         check_span(offset, nbytes, addresses.nbytes)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
-        return torch.as_tensor(Exported(addresses, addresses.base + offset, nbytes), device=self.torch_device)
+        return torch.as_tensor(
+            Exported(addresses, addresses.base + offset, nbytes), device=self.torch_device
+        )
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return values.cpu if self._answers is None else self._answers.ask(values)
@@ -259,7 +319,8 @@ class CudaDevice(Device):
         return DeviceMemory(
             total_bytes=total,
             free_bytes=free,
-            torch_reserved_bytes=self._torch_bytes("reserved_bytes") - pool.reserved_bytes(self.torch_device),
+            torch_reserved_bytes=self._torch_bytes("reserved_bytes")
+            - pool.reserved_bytes(self.torch_device),
             chunk_bytes=sum(list(self._chunks.owned.values())) - poison,
             poison_bytes=poison,
         )
@@ -269,7 +330,8 @@ class CudaDevice(Device):
         return self._torch_bytes("allocated_bytes") - pool.allocated_bytes(self.torch_device)
 
     def _torch_bytes(self, what: str) -> int:
-        """One of torch's statistics, with the ranges that its pools allocate from. Its own functions for a single value sort all first."""
+        """One of torch's statistics, with the ranges that its pools allocate from. Its own
+        functions for a single value sort all first."""
         stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
         return int(stats[what]["all"]["current"])
 
@@ -279,9 +341,17 @@ class CudaDevice(Device):
             addresses = self._reserve(full.nbytes + tail.nbytes)
             addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
             try:
-                self._poison = Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
+                self._poison = Poison(
+                    self._driver,
+                    full,
+                    tail,
+                    self.view(addresses, 0, addresses.nbytes),
+                    self._words(16),
+                )
             except torch.OutOfMemoryError as exc:
-                raise DeviceMemoryError(f"{self.name}: not enough device memory for the check of the poison: {exc}") from exc
+                raise DeviceMemoryError(
+                    f"{self.name}: not enough device memory for the check of the poison: {exc}"
+                ) from exc
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
                 self._answers = Answers(self._words(NUM_BYTES), torch.int64)
         return self._poison
@@ -294,13 +364,17 @@ class CudaDevice(Device):
         return self._poison is not None and self._poison.heal(wait)
 
     def _collect_shared(self) -> None:
-        """Take back memory of tensors that other processes have opened by CUDA IPC and dropped. When such a tensor dies here while another
-        process still has it, torch puts its memory aside, and looks there only when another shared tensor dies, or when its allocator finds
-        no free block. Until then it counts as allocated: after a weight sync in buckets, the last buckets would stay for the whole next
-        phase. Never fails, waits for nothing, and does nothing while a graph is being captured. Costs a look at an empty list in a process
-        that never shared a tensor. Bytes are only counted where one was shared through pickling: measuring costs more than the rest."""
+        """Take back memory of tensors that other processes have opened by CUDA IPC and dropped.
+        When such a tensor dies here while another process still has it, torch puts its memory
+        aside, and looks there only when another shared tensor dies, or when its allocator finds no
+        free block. Until then it counts as allocated: after a weight sync in buckets, the last
+        buckets would stay for the whole next phase. Never fails, waits for nothing, and does
+        nothing while a graph is being captured. Costs a look at an empty list in a process that
+        never shared a tensor. Bytes are only counted where one was shared through pickling:
+        measuring costs more than the rest."""
         was_shared = bool(reductions.shared_cache)
-        with contextlib.suppress(RuntimeError):  # the device reports an error of earlier work, which is not this method's to raise
+        # the device reports an error of earlier work, which is not this method's to raise
+        with contextlib.suppress(RuntimeError):
             if self.is_capturing():
                 return
             before = self._torch_bytes("allocated_bytes") if was_shared else 0
@@ -319,7 +393,8 @@ class CudaDevice(Device):
                 give_back()
 
         attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-        if attach is not None:  # no public name, and a torch without it only leaves what arrived early where it is
+        # no public name, and a torch without it only leaves what arrived early where it is
+        if attach is not None:
             attach(observe)
 
     def trim(self) -> None:
@@ -328,7 +403,8 @@ class CudaDevice(Device):
             torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
-        if torch.cuda.current_device() == self.torch_device.index:  # the context manager costs three times as much
+        # the context manager costs three times as much
+        if torch.cuda.current_device() == self.torch_device.index:
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch_device):
             return torch.cuda.is_current_stream_capturing()
@@ -336,6 +412,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         pool.reap()
         self._collect()
-        if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
+        # only the poison's own range, and that of `wipe`
+        if len(self._ranges.owned) <= 1 + (self._wiping is not None):
             self._poison = self._answers = self._large_answers = self._wiping = None
             self._collect()

@@ -1,4 +1,5 @@
-"""Calls of the CUDA driver: when they may be made, how errors become exceptions, when resources are released, how host memory is pinned."""
+"""Calls of the CUDA driver: when they may be made, how errors become exceptions, when resources are
+released, how host memory is pinned."""
 
 from __future__ import annotations
 
@@ -23,37 +24,45 @@ atexit.register(_exiting.set)
 
 
 def refuse_rocm(name: str) -> None:
-    """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice for CUDA is given there.
-    Raises PlacementError: torch was built for ROCm."""
+    """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice
+    for CUDA is given there. Raises PlacementError: torch was built for ROCm."""
     if torch.version.hip is not None:
         raise PlacementError(
-            f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
-            "yet. Supported are NVIDIA GPUs, and everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves "
-            "the same in host memory."
+            f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, "
+            "and placement does not support AMD GPUs yet. Supported are NVIDIA GPUs, and "
+            "everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which "
+            "behaves the same in host memory."
         )
 
 
 class Driver:
-    """The driver for one device, with torch's (the primary) context, which `with driver:` makes current on the calling thread. Reentrant.
-    What is raised: see `CudaDevice`."""
+    """The driver for one device, with torch's (the primary) context, which `with driver:` makes
+    current on the calling thread. Reentrant. What is raised: see `CudaDevice`."""
 
     def __init__(self, index: int) -> None:
         refuse_rocm(f"cuda:{index}")
         if not 0 <= index < torch.cuda.device_count():
-            raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
+            raise PlacementError(
+                f"no device cuda:{index}: torch {torch.__version__} sees "
+                f"{torch.cuda.device_count()} CUDA device(s)"
+            )
         major = (torch.version.cuda or "13").split(".")[0]
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as exc:
             raise PlacementError(
-                f"cuda:{index}: CUDA virtual memory needs cuda-bindings, which cannot be imported ({exc}). "
-                f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*'"
+                f"cuda:{index}: CUDA virtual memory needs cuda-bindings, which cannot be imported "
+                f"({exc}). For this torch (CUDA {torch.version.cuda}): pip install "
+                f"'cuda-bindings=={major}.*'"
             ) from exc
         torch.cuda.init()
-        torch.cuda.synchronize(index)  # makes the runtime create the primary context now instead of later
+        # makes the runtime create the primary context now instead of later
+        torch.cuda.synchronize(index)
         self._process = os.getpid()
         self._ordinal = self.call("cuDeviceGet", index)
-        attribute = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        attribute = (
+            self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        )
         has_it, why = False, "the driver reports that the device does not support it"
         try:
             has_it = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
@@ -61,19 +70,28 @@ class Driver:
             why = str(exc)
         if not has_it:
             raise PlacementError(
-                f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as new as torch's CUDA "
-                f"{torch.version.cuda}; a virtual GPU must support unified memory (a whole GPU or MIG slice does)"
+                f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as "
+                f"new as torch's CUDA {torch.version.cuda}; a virtual GPU must support unified "
+                "memory (a whole GPU or MIG slice does)"
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
-        same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))  # of registered host memory, for kernels too
+        same = (
+            self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        )
+        # of registered host memory, for kernels too
+        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
-        # This device may read and write its memory, and so may those GPUs that this process uses already, which are none for a process with
-        # one of many GPUs. Rights for a GPU that this process does not use cost that GPU memory and time.
-        others = (other for other in range(torch.cuda.device_count()) if other != index and self._is_in_use(other))
+        # This device may read and write its memory, and so may those GPUs that this process uses
+        # already, which are none for a process with one of many GPUs. Rights for a GPU that this
+        # process does not use cost that GPU memory and time.
+        others = (
+            other
+            for other in range(torch.cuda.device_count())
+            if other != index and self._is_in_use(other)
+        )
         peers = [other for other in others if torch.cuda.can_device_access_peer(other, index)]
         self.access = [self._access(each) for each in (index, *peers)]
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
@@ -83,8 +101,14 @@ class Driver:
     def pci_address(self) -> str:
         """Domain, bus, device and function, as the kernel names the GPU: "0000:3b:00.0"."""
         names = ("DOMAIN", "BUS", "DEVICE")
-        attributes = [getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_PCI_{name}_ID") for name in names]
-        domain, bus, device = (int(self.call("cuDeviceGetAttribute", attribute, self._ordinal)) for attribute in attributes)
+        attributes = [
+            getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_PCI_{name}_ID")
+            for name in names
+        ]
+        domain, bus, device = (
+            int(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
+            for attribute in attributes
+        )
         return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def _locate(self, location: Any, index: int) -> None:
@@ -105,7 +129,8 @@ class Driver:
 
     @property
     def usable(self) -> bool:
-        """False at interpreter exit (the driver may be gone) and in a forked child (the context belongs to the parent)."""
+        """False at interpreter exit (the driver may be gone) and in a forked child (the context
+        belongs to the parent)."""
         return not _exiting.is_set() and os.getpid() == self._process
 
     def __enter__(self) -> None:
@@ -128,7 +153,8 @@ class Driver:
                 self.value(function, outcome)
 
     def outcomes(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Call a driver function once for each tuple of arguments. All calls are made, and nothing is raised: `check` does."""
+        """Call a driver function once for each tuple of arguments. All calls are made, and nothing
+        is raised: `check` does."""
         return [*itertools.starmap(getattr(self.api, function), calls)]
 
     def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
@@ -144,7 +170,8 @@ class Driver:
         raise RuntimeError(message)
 
     def failed(self, function: str, *arguments: Any) -> str | None:
-        """Call a driver function once. Returns the error as text instead of raising it; None for success."""
+        """Call a driver function once. Returns the error as text instead of raising it; None for
+        success."""
         try:
             self.call(function, *arguments)
         except (DeviceMemoryError, RuntimeError) as exc:
@@ -157,16 +184,19 @@ End = Callable[[Life], bool]
 
 
 class Lives:
-    """The ledger of every object that owns a driver resource. It lives as long as they do. An object may die at any time: on another thread
-    while the driver works, or here in the middle of another release, by a garbage collection. A number that the driver has released may
-    soon belong to another resource. So each life is ended by exactly one call."""
+    """The ledger of every object that owns a driver resource. It lives as long as they do. An
+    object may die at any time: on another thread while the driver works, or here in the middle of
+    another release, by a garbage collection. A number that the driver has released may soon belong
+    to another resource. So each life is ended by exactly one call."""
 
     def __init__(self) -> None:
-        self.owned: dict[Life, int] = {}  # bytes by object. Who removes an entry releases the bytes.
+        # bytes by object. Who removes an entry releases the bytes.
+        self.owned: dict[Life, int] = {}
         self._later: list[tuple[Life, End]] = []
 
     def add(self, thing: object, nbytes: int, end: End) -> None:
-        """Own `nbytes` for as long as `thing` lives. `end` releases them, or returns False to be called again later."""
+        """Own `nbytes` for as long as `thing` lives. `end` releases them, or returns False to be
+        called again later."""
         life = weakref.ref(thing)
         self.owned[life] = nbytes
         weakref.finalize(thing, self._end, life, end).atexit = False
@@ -187,7 +217,8 @@ class Lives:
 
 
 class Pinning:
-    """The host memory that is registered with one device's driver, so that it copies that at full link speed."""
+    """The host memory that is registered with one device's driver, so that it copies that at full
+    link speed."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -198,15 +229,23 @@ class Pinning:
     def pinned_bytes(self) -> int:
         return sum(list(self._pinned.values()))
 
-    def pin(self, address: int, nbytes: int, limit_bytes: int | None = None, *, counts: bool = True) -> str | None:
-        """Register host memory, and return the reason if that fails. The runtime's errors would stick and show in torch's next launch.
-        `counts`: whether it counts against the limit; a few bytes that are not for copies of handles do not."""
-        # One at a time, because of the limit, and because waiting inside the driver blocks all other threads that need it.
+    def pin(
+        self, address: int, nbytes: int, limit_bytes: int | None = None, *, counts: bool = True
+    ) -> str | None:
+        """Register host memory, and return the reason if that fails. The runtime's errors would
+        stick and show in torch's next launch. `counts`: whether it counts against the limit; a few
+        bytes that are not for copies of handles do not."""
+        # One at a time, because of the limit, and because waiting inside the driver blocks all
+        # other threads that need it.
         with self._turn:
             pinned = self.pinned_bytes
             if limit_bytes is not None and pinned + nbytes > limit_bytes:
-                return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, and {nbytes:,} more are wanted"
-            self._pinned[address] = nbytes if counts else 0  # first, so that `unpin` also undoes a registration that was cut short
+                return (
+                    f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, and "
+                    f"{nbytes:,} more are wanted"
+                )
+            # first, so that `unpin` also undoes a registration that was cut short
+            self._pinned[address] = nbytes if counts else 0
             with self._beside_captures():
                 reason = self._driver.failed("cuMemHostRegister", address, nbytes, 0)
             if reason is not None:
@@ -214,18 +253,21 @@ class Pinning:
             return reason
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, even one that was cut short. Does nothing at interpreter exit and in a forked child. Takes no lock, because it runs
-        when objects die, on any thread and under any lock."""
+        """Undo `pin`, even one that was cut short. Does nothing at interpreter exit and in a forked
+        child. Takes no lock, because it runs when objects die, on any thread and under any lock."""
         if self._driver.usable and self._pinned.pop(address, None) is not None:
             with self._beside_captures():
                 self._driver.failed("cuMemHostUnregister", address)
 
     @contextlib.contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Allow driver calls while another thread captures a graph. Otherwise the driver fails them and breaks the capture."""
+        """Allow driver calls while another thread captures a graph. Otherwise the driver fails them
+        and breaks the capture."""
         exchange = "cuThreadExchangeStreamCaptureMode"
         with self._driver:
-            before = self._driver.call(exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            before = self._driver.call(
+                exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            )
             try:
                 yield
             finally:

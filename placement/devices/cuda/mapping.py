@@ -1,9 +1,10 @@
 """The mappings behind the addresses of one range of a CUDA device, slot by slot.
 
-A slot is `chunk_bytes` of addresses. It holds a full chunk, or poison in one piece, or a shorter chunk followed by poison in pieces of
-the granularity, because a mapping shorter than its chunk is refused (error 801). So the driver can unmap any run of whole slots: one
-call unmaps many mappings, but none in part. The last slot of a range has all its addresses, used or not, so that its poison is one
-piece too: each piece costs the driver as much as a full one (25 us on an H200).
+A slot is `chunk_bytes` of addresses. It holds a full chunk, or poison in one piece, or a shorter
+chunk followed by poison in pieces of the granularity, because a mapping shorter than its chunk is
+refused (error 801). So the driver can unmap any run of whole slots: one call unmaps many mappings,
+but none in part. The last slot of a range has all its addresses, used or not, so that its poison is
+one piece too: each piece costs the driver as much as a full one (25 us on an H200).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class PoisonChunks(NamedTuple):
 class Slot(NamedTuple):
     """The content of one slot."""
 
-    chunk: DriverChunk | None  # this reference keeps memory that may be mapped in the ledger, when all others have dropped it
+    # this reference keeps memory that may be mapped in the ledger, when all others have dropped it
+    chunk: DriverChunk | None
     mappings: tuple[Mapping, ...]
     nbytes: int  # the number of covered bytes, from the slot's start
 
@@ -43,20 +45,24 @@ _EMPTY = Slot(None, (), 0)
 
 
 class Extent:
-    """The slots of one range. The cost of a call depends only on the slots that it changes. If the driver refuses a part of a change, its
-    slots are in doubt: the next change of these slots assumes nothing about their mappings."""
+    """The slots of one range. The cost of a call depends only on the slots that it changes. If the
+    driver refuses a part of a change, its slots are in doubt: the next change of these slots
+    assumes nothing about their mappings."""
 
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
         self._driver = driver
         self._base = base
         self._nbytes = nbytes  # the used length; the addresses extend to the end of the last slot
         self._chunk_bytes = chunk_bytes
-        self._slots: dict[int, Slot] = {}  # slots by index. Nothing is behind a slot without an entry.
+        # slots by index. Nothing is behind a slot without an entry.
+        self._slots: dict[int, Slot] = {}
         self._doubtful: set[int] = set()  # slots in doubt: each of their mappings may exist or not
 
-    def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
-        """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start on, then poison.
-        Raises ValueError: see `Device.map` and `Device.unmap`."""
+    def plan(
+        self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None
+    ) -> dict[int, Slot]:
+        """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start
+        on, then poison. Raises ValueError: see `Device.map` and `Device.unmap`."""
         size = self._chunk_bytes
         check_slots(chunks, start, size)
         check_span(start, nbytes, self._nbytes)
@@ -67,31 +73,60 @@ class Extent:
             end = min(room, start + nbytes - index * size)
             old = self._slots.get(index, _EMPTY)
             if old.chunk is not None and end < old.chunk.nbytes:
-                raise ValueError(f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two")
-            is_taken = old.chunk is not None and old.chunk is not chunk and index not in self._doubtful
+                raise ValueError(
+                    f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two"
+                )
+            is_taken = (
+                old.chunk is not None and old.chunk is not chunk and index not in self._doubtful
+            )
             if chunk is not None and is_taken:
-                raise ValueError(f"other memory is behind [{start}, {start + nbytes}) already: unmap it first")
-            if chunk is not None or old.chunk is not None or old.nbytes < end or index in self._doubtful:
+                raise ValueError(
+                    f"other memory is behind [{start}, {start + nbytes}) already: unmap it first"
+                )
+            if (
+                chunk is not None
+                or old.chunk is not None
+                or old.nbytes < end
+                or index in self._doubtful
+            ):
                 end = max(end, min(room, old.nbytes))
                 planned[index] = self._slot(index, chunk, end, end == room, poison)
         return planned
 
-    def _slot(self, index: int, chunk: DriverChunk | None, end: int, is_whole: bool, poison: PoisonChunks | None) -> Slot:
+    def _slot(
+        self,
+        index: int,
+        chunk: DriverChunk | None,
+        end: int,
+        is_whole: bool,
+        poison: PoisonChunks | None,
+    ) -> Slot:
         base = self._base + index * self._chunk_bytes
         first = poison.full if chunk is None and poison is not None and is_whole else chunk
         covered = 0 if first is None else first.nbytes
-        mappings: tuple[Mapping, ...] = () if first is None else ((base, covered, 0, first.handle, 0),)
+        mappings: tuple[Mapping, ...] = (
+            () if first is None else ((base, covered, 0, first.handle, 0),)
+        )
         if poison is not None and covered < end:
             size = poison.tail.nbytes
             rest = range(base + covered, base + end, size)
-            mappings += tuple(zip(rest, repeat(size), repeat(0), repeat(poison.tail.handle), repeat(0), strict=False))
+            mappings += tuple(
+                zip(
+                    rest,
+                    repeat(size),
+                    repeat(0),
+                    repeat(poison.tail.handle),
+                    repeat(0),
+                    strict=False,
+                )
+            )
             covered += size * len(rest)
         return Slot(chunk, mappings, covered)
 
     def apply(self, planned: dict[int, Slot]) -> None:
-        """Change slots to the content that `plan` computed: one unmap, the maps, one call for access rights.
-        Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
-        Raises RuntimeError: any other error of the driver."""
+        """Change slots to the content that `plan` computed: one unmap, the maps, one call for
+        access rights. Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing
+        may be behind the slots then. Raises RuntimeError: any other error of the driver."""
         if not planned:
             return
         first, last = min(planned), max(planned)
@@ -111,14 +146,16 @@ class Extent:
         self._doubtful.difference_update(planned)
 
     def end(self) -> None:
-        """Unmap everything. Raises RuntimeError: the driver refused. The slots count as unmapped all the same."""
+        """Unmap everything. Raises RuntimeError: the driver refused. The slots count as unmapped
+        all the same."""
         outcomes = self._driver.outcomes("cuMemUnmap", self._runs(sorted(self._slots)))
         self._slots.clear()
         self._doubtful.clear()
         self._driver.check("cuMemUnmap", outcomes)
 
     def _runs(self, indices: Iterable[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of runs of these slots that one call can unmap, in order. Slots in doubt are unmapped here."""
+        """(address, bytes) of runs of these slots that one call can unmap, in order. Slots in doubt
+        are unmapped here."""
         runs: list[tuple[int, int]] = []
         for index in indices:
             slot = self._slots.get(index, _EMPTY)

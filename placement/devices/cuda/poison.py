@@ -1,4 +1,5 @@
-"""The poison of one CUDA device: two chunks that are mapped behind every offloaded range, and the check for writes into them."""
+"""The poison of one CUDA device: two chunks that are mapped behind every offloaded range, and the
+check for writes into them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 
 class Poison:
-    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere. They are compared at
-    every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
-    `view`: all bytes of both chunks, on the device.
-    `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that drops it."""
+    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are
+    mapped anywhere. They are compared at every phase transition, by a CUDA graph captured once: its
+    replay costs a third of calling torch (H200). `view`: all bytes of both chunks, on the device.
+    `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that
+    drops it."""
 
-    def __init__(self, driver: Driver, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        full: DriverChunk,
+        tail: DriverChunk,
+        view: torch.Tensor,
+        answer: HostWords,
+    ) -> None:
         self.chunks = PoisonChunks(full, tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._words = view.view(torch.int64)
@@ -30,12 +39,17 @@ class Poison:
         self._answer = answer
         with torch.cuda.stream(self._stream):
             self._words.fill_(_WORD)
-            self._extremes = torch.empty(2, dtype=torch.int64, device=self._device) if answer.device is None else answer.device
+            self._extremes = (
+                torch.empty(2, dtype=torch.int64, device=self._device)
+                if answer.device is None
+                else answer.device
+            )
             self._compare()  # loads the kernels, whose first use may wait for the whole device
         self._stream.synchronize()
         self._comparison = torch.cuda.CUDAGraph()
         self._asked, self._answered = torch.cuda.Event(), torch.cuda.Event()
-        # Kept until the process ends: torch's destructors call the device, which kills a forked child (torch 2.11).
+        # Kept until the process ends: torch's destructors call the device, which kills a forked
+        # child (torch 2.11).
         for each in (self._comparison, self._asked, self._answered):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         weakref.finalize(self, _reset, self._comparison, driver).atexit = False
@@ -46,7 +60,8 @@ class Poison:
             finally:
                 self._comparison.capture_end()
         self._is_comparing = False
-        self._is_ahead = False  # whether the comparison in progress was begun for the next `heal` that waits
+        # whether the comparison in progress was begun for the next `heal` that waits
+        self._is_ahead = False
         self.heal(wait=True)
 
     def begin(self) -> None:
@@ -55,7 +70,8 @@ class Poison:
 
     def heal(self, wait: bool) -> bool:
         if not wait and self._is_comparing and not self._answered.query():
-            return False  # damage missed here is found next time, because it stays until it is refilled
+            # damage missed here is found next time, because it stays until it is refilled
+            return False
         current = self._follow()
         if wait:
             if not self._is_ahead:

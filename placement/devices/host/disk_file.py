@@ -1,4 +1,5 @@
-"""Files on a local disk that take the bytes of slabs: aligned blocks, several requests at a time, past the page cache where possible."""
+"""Files on a local disk that take the bytes of slabs: aligned blocks, several requests at a time,
+past the page cache where possible."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from placement.devices.base import round_up
 from placement.devices.host.slab import PAGE, libc
 
 BLOCK_BYTES = 4 << 20  # the bytes of one request, and of one checksum
-DEPTH = 8  # the number of requests in flight. Each has a thread, which is outside of Python while the disk works.
-_CHECKING = 2  # the threads beside these that compute checksums, so that the disk has its requests meanwhile
+# the number of requests in flight. Each has a thread, which is outside of Python while the disk
+# works.
+DEPTH = 8
+# the threads beside these that compute checksums, so that the disk has its requests meanwhile
+_CHECKING = 2
 
 GoesOn = Callable[[], bool]  # whether to go on; asked on the calling thread between blocks
 
@@ -46,16 +50,20 @@ def check_directory(path: str | os.PathLike[str]) -> None:
     try:
         DiskFile(path, "trial", PAGE)
     except OSError as error:
-        raise ValueError(f"disk_directory {os.fspath(path)!r}: {error.strerror}; {advice}") from error
+        raise ValueError(
+            f"disk_directory {os.fspath(path)!r}: {error.strerror}; {advice}"
+        ) from error
 
 
 class DiskFile:
     """A file of `nbytes`, rounded up to whole pages, with a checksum of each block.
 
-    It has no name in the file system (`name` is for messages), so that its space is given back when this object dies, and when the process
-    is killed. A checksum is a CRC-32, which finds every run of up to 32 changed bits and other damage all but once in 2**32, and the sum of
-    the words. It needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long run would lose a block
-    some day. Raises OSError: the file system refused (ENOSPC: the disk has no room for so many bytes)."""
+    It has no name in the file system (`name` is for messages), so that its space is given back when
+    this object dies, and when the process is killed. A checksum is a CRC-32, which finds every run
+    of up to 32 changed bits and other damage all but once in 2**32, and the sum of the words. It
+    needs both, because a block whose checksum is unchanged is not written: with a CRC alone, a long
+    run would lose a block some day. Raises OSError: the file system refused (ENOSPC: the disk has
+    no room for so many bytes)."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str, nbytes: int) -> None:
         self.path = f"{os.fspath(directory)}/{name}"
@@ -72,12 +80,18 @@ class DiskFile:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwrite(self._file, mmap.mmap(-1, PAGE), 0)  # some file systems refuse only the request
+            # some file systems refuse only the request
+            os.pwrite(self._file, mmap.mmap(-1, PAGE), 0)
         except OSError:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
             if _warning.acquire(blocking=False):
-                logger.warning("%s: no direct IO here, so spilled bytes go through the page cache, which is slower", self.path)
-        self._checksums: list[tuple[int, int] | None] = []  # the checksum of each block's content; None where the content means nothing
+                logger.warning(
+                    "%s: no direct IO here, so spilled bytes go through the page cache, which is "
+                    "slower",
+                    self.path,
+                )
+        # the checksum of each block's content; None where the content means nothing
+        self._checksums: list[tuple[int, int] | None] = []
         self.forget()
 
     def forget(self) -> None:
@@ -90,8 +104,9 @@ class DiskFile:
         return offset, min(BLOCK_BYTES, self.nbytes - offset)
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
-        """Write the blocks at `address` that differ from the file's. Returns how many bytes that were, and whether it was not stopped.
-        Raises OSError: a write failed. Use the file no more."""
+        """Write the blocks at `address` that differ from the file's. Returns how many bytes that
+        were, and whether it was not stopped. Raises OSError: a write failed. Use the file no
+        more."""
         requests = threading.Semaphore(DEPTH)
         written: list[int] = []
 
@@ -110,8 +125,8 @@ class DiskFile:
         return sum(written), is_whole
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
-        """Read the file into the memory at `address`. Returns the blocks that are not as they were written; None if it was stopped.
-        Raises OSError: a read failed, or the file is too short."""
+        """Read the file into the memory at `address`. Returns the blocks that are not as they were
+        written; None if it was stopped. Raises OSError: a read failed, or the file is too short."""
         requests = threading.Semaphore(DEPTH)
         damaged: list[int] = []
 
@@ -143,10 +158,11 @@ def _checksum(address: int, nbytes: int) -> tuple[int, int]:
 
 
 def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
-    """Do `work` for every block on several threads, this one among them. Returns False if it was stopped.
-    Raises OSError, Exception: the first error. No thread works any more then."""
+    """Do `work` for every block on several threads, this one among them. Returns False if it was
+    stopped. Raises OSError, Exception: the first error. No thread works any more then."""
     blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
-    ends: list[Exception | None] = []  # why no further block is begun: errors, and None where it was stopped
+    # why no further block is begun: errors, and None where it was stopped
+    ends: list[Exception | None] = []
 
     def take(goes_on: GoesOn) -> None:
         for index in blocks:
@@ -160,9 +176,12 @@ def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) 
                 ends.append(None)
 
     others = range(min(DEPTH + _CHECKING, num_blocks) - 1)
-    threads = [BackgroundThread("placement-disk-io", functools.partial(take, always)) for _ in others]
+    threads = [
+        BackgroundThread("placement-disk-io", functools.partial(take, always)) for _ in others
+    ]
     try:
-        with contextlib.suppress(RuntimeError):  # the machine gives no more threads: those that run do all blocks
+        # the machine gives no more threads: those that run do all blocks
+        with contextlib.suppress(RuntimeError):
             for thread in threads:
                 thread.start()
         take(goes_on)

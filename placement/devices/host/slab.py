@@ -1,11 +1,15 @@
-"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in them, and what the machine has left.
+"""Host memory: mappings that belong to an owner and to this process alone, slabs of exact size in
+them, and what the machine has left.
 
-Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
+Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and
+the next read would crash.
 
-A forked child gets none of the memory, because a child that touches it should crash instead of reading old bytes. It does keep the
-addresses taken: what it inherits names values by their addresses, so memory of its own there would be mistaken for the parent's.
+A forked child gets none of the memory, because a child that touches it should crash instead of
+reading old bytes. It does keep the addresses taken: what it inherits names values by their
+addresses, so memory of its own there would be mistaken for the parent's.
 
-A slab lives as long as the last tensor in it. A `SlabPart` is a piece of a slab that was reserved as a whole, for several ranges.
+A slab lives as long as the last tensor in it. A `SlabPart` is a piece of a slab that was reserved
+as a whole, for several ranges.
 """
 
 from __future__ import annotations
@@ -37,18 +41,31 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_WRITE = 23
 MADV_DONTNEED = 4
-MADV_DONTFORK = 10  # for every mapping: a forked child that touches it crashes instead of reading old bytes
+# for every mapping: a forked child that touches it crashes instead of reading old bytes
+MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
-_HUGE_ORDER = 9  # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB
-_TOUCH_STEP = 32 << 20  # the bytes touched in one call. During it no other thread of the process can map or unmap memory.
+# free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages
+# of 4 KiB
+_HUGE_ORDER = 9
+# the bytes touched in one call. During it no other thread of the process can map or unmap memory.
+_TOUCH_STEP = 32 << 20
 PIECE_BYTES = 128 << 20  # the unit of work of a background thread
 _LOOK_SECONDS = 0.1  # how often a waiting thread looks for a noted interrupt
 MAP_NORESERVE = 0x4000
-_MAP_FIXED_NOREPLACE = 0x100000  # only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint.
+# only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a
+# hint.
+_MAP_FIXED_NOREPLACE = 0x100000
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 libc.mmap.restype = ctypes.c_void_p
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -57,23 +74,33 @@ libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_l
 Place = Callable[[int, int], object]  # (address, bytes) -> ignored
 Pin = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why it failed
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
-"""(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
+"""(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each
+step; stops when it returns False."""
 
-_mapped: dict[int, int] = {}  # bytes by first address: what this process has mapped and its children will not have
+# bytes by first address: what this process has mapped and its children will not have
+_mapped: dict[int, int] = {}
 
 
 def map_for_life(
-    owner: object, nbytes: int, protection: int, flags: int, undo: list[Callable[[], None]] | None = None, *, file: int = -1
+    owner: object,
+    nbytes: int,
+    protection: int,
+    flags: int,
+    undo: list[Callable[[], None]] | None = None,
+    *,
+    file: int = -1,
 ) -> int:
-    """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-    `undo`: functions to call before unmapping; the list is read when the owner dies.
-    `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
-    Raises OSError: the kernel refused."""
+    """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and
+    not at interpreter exit. `undo`: functions to call before unmapping; the list is read when the
+    owner dies. `file`: the descriptor of a file to map from its beginning, may be closed
+    afterwards; -1: anonymous memory. Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    weakref.finalize(owner, _unmap, address, nbytes, [] if undo is None else undo, os.getpid()).atexit = False
+    weakref.finalize(
+        owner, _unmap, address, nbytes, [] if undo is None else undo, os.getpid()
+    ).atexit = False
     _mapped[address] = nbytes
     libc.madvise(address, nbytes, MADV_DONTFORK)
     return address
@@ -87,14 +114,22 @@ def _unmap(address: int, nbytes: int, undo: list[Callable[[], None]], pid: int) 
             for each in undo:
                 each()
         finally:
-            _mapped.pop(address, None)  # first: another thread may map memory there as soon as it is free
+            # first: another thread may map memory there as soon as it is free
+            _mapped.pop(address, None)
             libc.munmap(address, nbytes)
 
 
 def _take_addresses() -> None:
     """In a forked child: let nothing else get the addresses of the parent's mappings."""
     for address, nbytes in _mapped.items():
-        found = libc.mmap(address, nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED_NOREPLACE, -1, 0)
+        found = libc.mmap(
+            address,
+            nbytes,
+            NO_ACCESS,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED_NOREPLACE,
+            -1,
+            0,
+        )
         if found not in (address, MAP_FAILED):
             libc.munmap(found, nbytes)
     _mapped.clear()  # a child of this child inherits what was mapped here
@@ -104,25 +139,35 @@ os.register_at_fork(after_in_child=_take_addresses)
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still allocate: the machine's available memory, or what its control groups leave if that is less."""
+    """Bytes that this process can still allocate: the machine's available memory, or what its
+    control groups leave if that is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (int(meminfo[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    total, available = (
+        int(meminfo[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")
+    )
     return max(0, min([available, *left_in_cgroups(below=total)]))
 
 
 def check_available(nbytes: int, of_what: str = "", promised_to_it: int = 0) -> None:
-    """Raise HostMemoryError unless there are `nbytes` beside what other slabs will still allocate: touching more would kill the process."""
+    """Raise HostMemoryError unless there are `nbytes` beside what other slabs will still allocate:
+    touching more would kill the process."""
     promised = promised_bytes() - promised_to_it
     available = max(0, available_bytes() - promised)
     if nbytes > available:
-        numbers = f"{nbytes:,} bytes{of_what}, {available:,} available, {promised:,} more promised to other slabs"
+        numbers = (
+            f"{nbytes:,} bytes{of_what}, {available:,} available, {promised:,} more promised to "
+            "other slabs"
+        )
         raise HostMemoryError(f"host memory: asked for {numbers}")
 
 
 def left_in_cgroups(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), below: int = sys.maxsize
+    membership: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+    below: int = sys.maxsize,
 ) -> Iterator[int]:
-    """The bytes left by each control group of this process (versions 1 and 2). Limits of at least `below` bytes are no limits."""
+    """The bytes left by each control group of this process (versions 1 and 2). Limits of at least
+    `below` bytes are no limits."""
     if not membership.exists():
         return
     for line in membership.read_text().splitlines():
@@ -136,18 +181,23 @@ def left_in_cgroups(
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             value = _read(folder / limit)
-            if value.isdigit() and int(value) < below:  # without a limit the value is "max", or a large number in version 1
+            # without a limit the value is "max", or a large number in version 1
+            if value.isdigit() and int(value) < below:
                 yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
             if folder == base:
                 break
 
 
 def free_huge_bytes(buddyinfo: Path = Path("/proc/buddyinfo")) -> int:
-    """Bytes that the kernel has free in blocks of whole huge pages; 0 where it does not report them."""
+    """Bytes that the kernel has free in blocks of whole huge pages; 0 where it does not report
+    them."""
     total = 0
-    for line in _read(buddyinfo).splitlines():  # Node 0, zone   Normal   4   1   0 ...: free blocks of each order
+    # Node 0, zone   Normal   4   1   0 ...: free blocks of each order
+    for line in _read(buddyinfo).splitlines():
         counts = line.partition("zone")[2].split()[1:]
-        total += sum(int(count) << order for order, count in enumerate(counts) if order >= _HUGE_ORDER)
+        total += sum(
+            int(count) << order for order, count in enumerate(counts) if order >= _HUGE_ORDER
+        )
     return total * mmap.PAGESIZE
 
 
@@ -155,7 +205,8 @@ def _reclaimable(group: Path) -> int:
     """Bytes of cached files. They count as used, but are dropped when memory is needed."""
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
     names = ("active_file", "inactive_file")
-    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)  # version 1: `total_` includes child groups
+    # version 1: `total_` includes child groups
+    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)
 
 
 def _read(path: Path) -> str:
@@ -167,35 +218,46 @@ def _read(path: Path) -> str:
 
 # --- memory that is prepared in the background
 #
-# A few threads touch it piece by piece, and the last one has the driver pin it, in one call: the driver refuses a copy across what two
-# calls have pinned ("invalid argument"), and anybody may copy any part of a slab. The driver's other calls wait for this one, about 1 s
-# for 16 GB (H100), once.
+# A few threads touch it piece by piece, and the last one has the driver pin it, in one call: the
+# driver refuses a copy across what two calls have pinned ("invalid argument"), and anybody may copy
+# any part of a slab. The driver's other calls wait for this one, about 1 s for 16 GB (H100), once.
 #
-# A slab can be used at once, because touching does not change written bytes. Only placement's own copies wait, in `wait_until_ready`, until
-# the memory is pinned: faster than a copy from untouched pageable memory, which pays for page faults on one thread.
+# A slab can be used at once, because touching does not change written bytes. Only placement's own
+# copies wait, in `wait_until_ready`, until the memory is pinned: faster than a copy from untouched
+# pageable memory, which pays for page faults on one thread.
 
 _alive: WeakIdSet[Reservation] = WeakIdSet()
 os.register_at_fork(after_in_child=_alive.clear)
 
 
 class Reservation:
-    """The memory behind a slab, and the progress of its preparation. The slab holds it, and so does a thread while it works on a piece. The
-    memory is freed when the last of them lets go. When the slab dies, no further piece is begun. Its bytes count as taken from now on, in
-    every check of available memory."""
+    """The memory behind a slab, and the progress of its preparation. The slab holds it, and so does
+    a thread while it works on a piece. The memory is freed when the last of them lets go. When the
+    slab dies, no further piece is begun. Its bytes count as taken from now on, in every check of
+    available memory."""
 
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []
-        self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
+        # asking the reference could make a thread of the pool the slab's last user
+        self._slab = weakref.ref(slab, self._dead.append)
         self.ready = threading.Event()  # set once it is pinned or refused
         self.undo: list[Callable[[], None]] = []  # functions to call before unmapping
-        self.untouched = [nbytes]  # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
+        # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
+        self.untouched = [nbytes]
         self.pinned: bool | None = None  # whether it is pinned; None while that is undecided
         self.reason: str | None = None  # why it is not
         self._address = self._nbytes = 0
         self._let_go = itertools.count(1)
         _alive.add(self)
 
-    def begin(self, address: int, nbytes: int, touch: Touch | None, pin: Pin, unpin: Callable[[int], None] | None) -> None:
+    def begin(
+        self,
+        address: int,
+        nbytes: int,
+        touch: Touch | None,
+        pin: Pin,
+        unpin: Callable[[int], None] | None,
+    ) -> None:
         """Hand the memory over to the threads.
         `touch`: allocates memory; None if it is allocated already.
         `unpin`: undoes `pin`; called where that has succeeded or raised."""
@@ -204,8 +266,11 @@ class Reservation:
         self.pinned = self.reason = None
         self._address, self._nbytes = address, nbytes
         pieces = range(0, self._nbytes, PIECE_BYTES)
-        self.untouched = [min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces]
-        # A step of a counter is one step for all threads, so exactly one thread sees the last number.
+        self.untouched = [
+            min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces
+        ]
+        # A step of a counter is one step for all threads, so exactly one thread sees the last
+        # number.
         self._touched, self._let_go = itertools.count(1), itertools.count(1)
         POOL.submit(self, len(pieces))
 
@@ -222,7 +287,8 @@ class Reservation:
             interrupts.check()
 
     def countdown(self) -> Callable[[], None]:
-        """A function for a thread to call when it no longer holds this object. The last call sets `ready`: the slab can die at once."""
+        """A function for a thread to call when it no longer holds this object. The last call sets
+        `ready`: the slab can die at once."""
         return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
 
     @property
@@ -239,8 +305,14 @@ class Reservation:
 
         try:
             if self._touch:
-                self.reason = self._touch(self._address + start, min(PIECE_BYTES, self._nbytes - start), progress) or self.reason
-        except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
+                self.reason = (
+                    self._touch(
+                        self._address + start, min(PIECE_BYTES, self._nbytes - start), progress
+                    )
+                    or self.reason
+                )
+        # the reason is stored, because nobody could catch an exception of this thread
+        except Exception as exc:
             self.reason = f"{type(exc).__name__}: {exc}"
         if next(self._touched) == len(self.untouched) and self.is_wanted:
             self._pin()
@@ -248,7 +320,8 @@ class Reservation:
     def _pin(self) -> None:
         if self.reason is None:
             undo = functools.partial(self._unpin_by or (lambda _: None), self._address)
-            self.undo.append(undo)  # first, because a call that raises may have pinned it all the same
+            # first, because a call that raises may have pinned it all the same
+            self.undo.append(undo)
             try:
                 self.reason = self._pin_by(self._address, self._nbytes)
                 if self.reason is not None:
@@ -269,9 +342,15 @@ def promised_bytes() -> int:
 
 
 def wait_until_ready(address: int, nbytes: int) -> None:
-    """Wait until the slab of `[address, address + nbytes)` is pinned or refused. It moves to the front of the queue."""
-    for each in [] if POOL.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
-        if not each.ready.is_set() and each._address < address + nbytes and address < each._address + each._nbytes:
+    """Wait until the slab of `[address, address + nbytes)` is pinned or refused. It moves to the
+    front of the queue."""
+    # at interpreter exit no thread works any more
+    for each in [] if POOL.stopping.is_set() else _alive:
+        if (
+            not each.ready.is_set()
+            and each._address < address + nbytes
+            and address < each._address + each._nbytes
+        ):
             POOL.hurry(each)
             each.wait()
 
@@ -279,12 +358,25 @@ def wait_until_ready(address: int, nbytes: int) -> None:
 # --- slabs
 
 
-def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is pinned. A cast is made on the device."""
+def upload(
+    target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
+) -> torch.Tensor:
+    """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is
+    pinned. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
     if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
-        return target.copy_(upload(torch.empty_like(source, device=target.device), source, non_blocking=non_blocking))
-    if not is_plain or source.dtype != target.dtype or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
+        return target.copy_(
+            upload(
+                torch.empty_like(source, device=target.device), source, non_blocking=non_blocking
+            )
+        )
+    if (
+        not is_plain
+        or source.dtype != target.dtype
+        or not source.is_contiguous()
+        or not target.is_contiguous()
+        or source.numel() == 0
+    ):
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     return target.copy_(source, non_blocking=non_blocking)
@@ -292,9 +384,12 @@ def upload(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = F
 
 class ReservedSlab(HostSlab):
     """Host memory with a `Reservation` of its own.
-    `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each other."""
+    `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each
+    other."""
 
-    def __init__(self, nbytes: int, taken_bytes: int, pin: Pin | None, unpin: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, nbytes: int, taken_bytes: int, pin: Pin | None, unpin: Callable[[int], None] | None
+    ) -> None:
         self.nbytes = nbytes
         self._size = round_up(nbytes, PAGE)
         self._pin_by, self._unpin_by = pin, unpin
@@ -302,7 +397,8 @@ class ReservedSlab(HostSlab):
         self.ready = self._memory.ready
 
     def pin(self, touch: Touch | None = None) -> None:
-        """Pin all of it in the background, if the device wants that. `touch`: allocates the memory; None if it is allocated already."""
+        """Pin all of it in the background, if the device wants that. `touch`: allocates the memory;
+        None if it is allocated already."""
         if self._pin_by is None or not self.nbytes:
             self._memory.untouched = [0]
             self.ready.set()
@@ -319,37 +415,55 @@ class ReservedSlab(HostSlab):
 
 
 class Slab(ReservedSlab):
-    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin` the memory is touched before the
-    constructor returns. With it the constructor returns at once, and the memory is touched and pinned in the background.
-    `nbytes`: the exact size; 0 maps nothing.
-    `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for a failure. Called on a background
-    thread. A slab that it refuses stays pageable.
-    `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin` that raised.
-    `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before the memory is touched.
-    Raises HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate."""
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin`
+    the memory is touched before the constructor returns. With it the constructor returns at once,
+    and the memory is touched and pinned in the background. `nbytes`: the exact size; 0 maps
+    nothing. `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the
+    reason for a failure. Called on a background thread. A slab that it refuses stays pageable.
+    `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin`
+    that raised. `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`.
+    Called before the memory is touched. Raises HostMemoryError: the machine or the control group
+    does not have that much, counting what other slabs will still allocate."""
 
-    def __init__(self, nbytes: int, pin: Pin | None = None, unpin: Callable[[int], None] | None = None, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        pin: Pin | None = None,
+        unpin: Callable[[int], None] | None = None,
+        place: Place | None = None,
+    ) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         super().__init__(nbytes, round_up(nbytes, PAGE), pin, unpin)
         self.address = 0
         self.is_released = False  # whether the memory was given back: see `release`
-        self.before_use: Callable[[], object] = lambda: None  # called for each new view, once it counts: brings back what was released
+        # called for each new view, once it counts: brings back what was released
+        self.before_use: Callable[[], object] = lambda: None
         self.on_claim: Callable[[], object] = lambda: None  # does the work of `claim`
         self._uses = object()  # every view refers to it, so that its references count the views
         try:
             if nbytes:
                 check_available(self._size, promised_to_it=self._size)
-                self.address = map_for_life(self._memory, self._size, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, self._memory.undo)
-                if self._size >= _HUGE_PAGE and free_huge_bytes() >= self._size:  # else the kernel would move memory to make huge pages
+                self.address = map_for_life(
+                    self._memory,
+                    self._size,
+                    READ_WRITE,
+                    mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                    self._memory.undo,
+                )
+                # else the kernel would move memory to make huge pages
+                if self._size >= _HUGE_PAGE and free_huge_bytes() >= self._size:
                     libc.madvise(self.address, self._size, _MADV_HUGEPAGE)
                 if place is not None:
                     place(self.address, self._size)
             self._prepare()
         except Exception as exc:
-            self._memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
+            # the error may keep the memory alive, but it promises no more
+            self._memory.untouched = [0]
             if isinstance(exc, OSError):
-                raise HostMemoryError(f"host memory: cannot allocate {self._size:,} bytes: {exc.strerror}") from exc
+                raise HostMemoryError(
+                    f"host memory: cannot allocate {self._size:,} bytes: {exc.strerror}"
+                ) from exc
             raise
 
     @property
@@ -363,16 +477,18 @@ class Slab(ReservedSlab):
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
         view = tensor_at(self.address + offset, nbytes, (self, self._uses))
-        self.before_use()  # after the view counts: whoever releases the memory looks for views afterwards
+        # after the view counts: whoever releases the memory looks for views afterwards
+        self.before_use()
         return view
 
     def claim(self) -> None:
         self.on_claim()
 
     def release(self) -> None:
-        """Give the memory back to the system; its bytes are gone. Nobody may use the slab. Waits until it is pinned. The addresses stay
-        mapped, so tensors over the slab and addresses that others noted stay valid. They read as zeros.
-        Raises OSError: the kernel refused. The bytes are still there."""
+        """Give the memory back to the system; its bytes are gone. Nobody may use the slab. Waits
+        until it is pinned. The addresses stay mapped, so tensors over the slab and addresses that
+        others noted stay valid. They read as zeros. Raises OSError: the kernel refused. The bytes
+        are still there."""
         self._memory.wait()
         self._memory.unpin()
         if not self._drop():
@@ -383,9 +499,9 @@ class Slab(ReservedSlab):
 
     def renew(self, fill: Callable[[], bool] | None = None) -> bool:
         """Have the memory back. It is pinned in the background, and device copies wait for that.
-        `fill`: writes every byte; returns False if it gave up, and then the memory goes back again. None: the bytes are undefined.
-        Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
-        Raises Exception: `fill` failed. The slab stays as it was."""
+        `fill`: writes every byte; returns False if it gave up, and then the memory goes back again.
+        None: the bytes are undefined. Raises HostMemoryError: there is not enough memory now. The
+        slab stays as it was. Raises Exception: `fill` failed. The slab stays as it was."""
         check_available(self._size, " of a host copy that had left it")
         self.is_released = False
         is_filled = False
@@ -402,16 +518,23 @@ class Slab(ReservedSlab):
         return not self.nbytes or libc.madvise(self.address, self._size, MADV_DONTNEED) == 0
 
     def _prepare(self, *, is_touched: bool = False) -> None:
-        """Touch all of the memory, now or in the background, unless it `is_touched`, and have it pinned."""
-        # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
-        if not is_touched and (self._pin_by is None or not self.nbytes or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0):
+        """Touch all of the memory, now or in the background, unless it `is_touched`, and have it
+        pinned."""
+        # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now,
+        # before anybody writes to it.
+        if not is_touched and (
+            self._pin_by is None
+            or not self.nbytes
+            or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
+        ):
             populate(self.address, self._size)
             is_touched = True
         self.pin(None if is_touched else _touch)
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Allocate the memory of a mapping, before anything is written there. Raises OSError: the kernel refused."""
+    """Allocate the memory of a mapping, before anything is written there. Raises OSError: the
+    kernel refused."""
     for start, step in _steps(address, nbytes):
         if libc.madvise(start, step, MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
@@ -429,10 +552,15 @@ def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | 
     """Allocate memory on a background thread. See `Touch`."""
     available = available_bytes()
     if nbytes > available:  # other processes have taken memory since the slab was made
-        return f"{nbytes:,} bytes were not allocated: only {available:,} bytes of host memory are available"
+        return (
+            f"{nbytes:,} bytes were not allocated: only {available:,} bytes of host memory are "
+            "available"
+        )
     for start, step in _steps(address, nbytes):
         if libc.madvise(start, step, MADV_POPULATE_WRITE):
-            return f"cannot allocate {step:,} bytes of host memory: {os.strerror(ctypes.get_errno())}"
+            return (
+                f"cannot allocate {step:,} bytes of host memory: {os.strerror(ctypes.get_errno())}"
+            )
         if not progress(step):
             break
     return None
@@ -442,7 +570,8 @@ _ALIGNMENT = 64
 
 
 class SlabPart(HostSlab):
-    """`[offset, offset + nbytes)` of another slab, which it keeps alive. The whole's memory is freed when its last part is gone."""
+    """`[offset, offset + nbytes)` of another slab, which it keeps alive. The whole's memory is
+    freed when its last part is gone."""
 
     def __init__(self, whole: HostSlab, offset: int, nbytes: int) -> None:
         check_span(offset, nbytes, whole.nbytes)
@@ -472,8 +601,8 @@ class SlabPart(HostSlab):
 
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
-    """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line on; None where nothing does.
-    Raises ValueError: the slab is shorter."""
+    """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line
+    on; None where nothing does. Raises ValueError: the slab is shorter."""
     start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     rest = SlabPart(whole, start, whole.nbytes - start) if start < whole.nbytes else None
     return SlabPart(whole, 0, nbytes), rest

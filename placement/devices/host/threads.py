@@ -1,4 +1,5 @@
-"""The threads that prepare host memory in the background, piece by piece, for `slab`. They exist only while there is work."""
+"""The threads that prepare host memory in the background, piece by piece, for `slab`. They exist
+only while there is work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from typing import Any
 from placement.core.interrupts import BackgroundThread
 
 _MOST_THREADS = 8
-_EXIT_SECONDS = 10.0  # how many seconds interpreter exit waits for a thread that is inside the kernel or the driver
+# how many seconds interpreter exit waits for a thread that is inside the kernel or the driver
+_EXIT_SECONDS = 10.0
 Reservation = Any  # one of `slab`, whose module is above this one
 
 
@@ -26,17 +28,25 @@ class _Pool:
 
     def forget(self) -> None:
         self._lock = threading.Lock()
-        self._queue: collections.deque[tuple[weakref.ref[Reservation], Iterator[int]]] = collections.deque()
+        self._queue: collections.deque[tuple[weakref.ref[Reservation], Iterator[int]]] = (
+            collections.deque()
+        )
         self._threads: set[threading.Thread] = set()
 
     def submit(self, reservation: Reservation, pieces: int) -> None:
         most = min(_MOST_THREADS, len(os.sched_getaffinity(0)), pieces)
         with self._lock:
             self._queue.append((weakref.ref(reservation), iter(range(pieces))))
-            self._threads = {thread for thread in self._threads if thread.is_alive()}  # without those that could not be started
-            fresh = [BackgroundThread("placement-host", self._work) for _ in range(most - len(self._threads))]
+            # without those that could not be started
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            fresh = [
+                BackgroundThread("placement-host", self._work)
+                for _ in range(most - len(self._threads))
+            ]
             self._threads.update(fresh)
-            for thread in fresh:  # they wait for the lock: a thread's stack cannot be mapped while another thread touches memory
+            # they wait for the lock: a thread's stack cannot be mapped while another thread touches
+            # memory
+            for thread in fresh:
                 thread.start()
 
     def hurry(self, reservation: Reservation) -> None:
@@ -67,7 +77,8 @@ class _Pool:
             count_down()
 
     def stop(self) -> None:
-        """Stop at interpreter exit: a thread that returned from the kernel later would crash the process."""
+        """Stop at interpreter exit: a thread that returned from the kernel later would crash the
+        process."""
         self.stopping.set()
         for thread in filter(threading.Thread.is_alive, [*self._threads]):
             thread.join(_EXIT_SECONDS)

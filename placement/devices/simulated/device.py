@@ -1,11 +1,14 @@
 """A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
-Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses.
+Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that
+piece behind addresses.
 
-The same piece of the file, its first, is the poison: it is mapped privately behind every vacant page. A write creates a copy of the page,
-and the kernel reports which pages are such copies (`/proc/self/pagemap`). So every write is found together with its place, even one that
-leaves the bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic. Where the kernel reports no copies (gVisor,
-no /proc), poison is as on a real device: one shared piece, compared by its bytes.
+The same piece of the file, its first, is the poison: it is mapped privately behind every vacant
+page. A write creates a copy of the page, and the kernel reports which pages are such copies
+(`/proc/self/pagemap`). So every write is found together with its place, even one that leaves the
+bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic. Where the
+kernel reports no copies (gVisor, no /proc), poison is as on a real device: one shared piece,
+compared by its bytes.
 """
 
 from __future__ import annotations
@@ -29,46 +32,77 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
-from placement.devices.base import POISON_WORD, Device, check_slots, check_span, poison_bytes, round_up, tensor_at
+from placement.devices.base import (
+    POISON_WORD,
+    Device,
+    check_slots,
+    check_span,
+    poison_bytes,
+    round_up,
+    tensor_at,
+)
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
 from placement.devices.ledger import Ledger, Note
-from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, WrittenPoison
+from placement.devices.memory import (
+    Addresses,
+    Chunk,
+    Copy,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    WrittenPoison,
+)
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_FILE_BYTES = 1 << 60  # the size of the memory file. File offsets are never reused, so no pattern of releases fragments it.
-_OTHER_MAPPINGS = 4096  # the number of the process's memory mappings that the device leaves to all other code
+# the size of the memory file. File offsets are never reused, so no pattern of releases fragments
+# it.
+_FILE_BYTES = 1 << 60
+# the number of the process's memory mappings that the device leaves to all other code
+_OTHER_MAPPINGS = 4096
 _ENTRY_BYTES = 8
-_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # the index of the byte with the flags in an entry of the page map
+# the index of the byte with the flags in an entry of the page map
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
-_IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
-"""For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
+_IS_COPY = bytes(
+    bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256)
+)
+"""For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages
+only read are no copies."""
 _COPIES = re.compile(rb"\x01+")
 _PAGES_AT_ONCE = 1 << 18
 
 
 class _Time(Mark):
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds  # the time on the monotonic clock when the simulated link has finished the copies
+        # the time on the monotonic clock when the simulated link has finished the copies
+        self.seconds = seconds
 
 
 class SimulatedDevice(Device):
-    """A device of `capacity_bytes` in host memory. Its tensors always report the CPU as their device.
+    """A device of `capacity_bytes` in host memory. Its tensors always report the CPU as their
+    device.
 
     Args:
-        capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra: `memory().total_bytes` is the sum of both.
-        chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
-        granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page size.
-        bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no limit.
-        shared_with: a path, the same for all processes that share the capacity, whose folder has their ledger. Memory that a process drops
-            without releasing is free for the others after its own next call; memory of a dead process is free at once.
+        capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra:
+        `memory().total_bytes` is the sum of both. chunk_bytes: the size of a full chunk and of the
+        poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
+        granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page
+        size. bandwidth_bytes_per_second: the speed of the simulated link in each direction; None:
+        no limit. shared_with: a path, the same for all processes that share the capacity, whose
+        folder has their ledger. Memory that a process drops
+            without releasing is free for the others after its own next call; memory of a dead
+            process is free at once.
 
     Attributes:
-        outside_bytes: capacity that something else in this process has taken, such as a communicator. A test sets it; 0 at first.
+        outside_bytes: capacity that something else in this process has taken, such as a
+        communicator. A test sets it; 0 at first.
 
-    A forked child cannot use the device: a call that would change the parent's memory raises `PlacementError`.
+    A forked child cannot use the device: a call that would change the parent's memory raises
+    `PlacementError`.
     """
 
     def __init__(
@@ -82,9 +116,15 @@ class SimulatedDevice(Device):
     ) -> None:
         capacity_bytes = bytes_of("capacity_bytes", capacity_bytes)
         if capacity_bytes < 0 or (bandwidth_bytes_per_second or 1) < 0:
-            raise ValueError(f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
+            raise ValueError(
+                f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second "
+                f"{bandwidth_bytes_per_second}"
+            )
         if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
-            raise ValueError(f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and that of the page size {PAGE}")
+            raise ValueError(
+                f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and "
+                f"that of the page size {PAGE}"
+            )
         self.name = "simulated"
         self.torch_device = torch.device("cpu")
         self.granularity = granularity
@@ -94,29 +134,38 @@ class SimulatedDevice(Device):
         self._bandwidth = bandwidth_bytes_per_second or float("inf")
         self._link_free_at: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
         self._pid = os.getpid()
-        self._shared = None if shared_with is None else SharedCapacity(Path(shared_with), capacity_bytes)
+        self._shared = (
+            None if shared_with is None else SharedCapacity(Path(shared_with), capacity_bytes)
+        )
         if self._shared:
             weakref.finalize(self, self._shared.leave).atexit = False
         self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it during interpreter exit
+        # threads may still use it during interpreter exit
+        weakref.finalize(self, os.close, self._file).atexit = False
         os.ftruncate(self._file, _FILE_BYTES)
         self._end = chunk_bytes
-        self._held: dict[int, int] = {}  # the ledger: the bytes of every chunk that holds memory, by file offset
-        self._dead: list[int] = []  # file offsets of chunks that died, on whatever thread. The next call removes them from the ledger.
+        # the ledger: the bytes of every chunk that holds memory, by file offset
+        self._held: dict[int, int] = {}
+        # file offsets of chunks that died, on whatever thread. The next call removes them from the
+        # ledger.
+        self._dead: list[int] = []
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = _poison_of(self, self._file, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
 
     @property
     def uuid(self) -> str:
-        """An identity that all processes with the same path share; empty where no other process can use the device."""
+        """An identity that all processes with the same path share; empty where no other process can
+        use the device."""
         return "" if self._shared is None else f"simulated{self._shared.path}"
 
     def host(self, nbytes: int) -> HostSlab:
         self._check_process()
         return Slab(nbytes)
 
-    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> MappedSlab:
+    def shared_host(
+        self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
+    ) -> MappedSlab:
         self._check_process()
         return MappedSlab(file, nbytes, own, extra_bytes)
 
@@ -125,31 +174,42 @@ class SimulatedDevice(Device):
         if nbytes < 0:
             raise ValueError(f"a range cannot have {nbytes} bytes; give 0 or more")
         nbytes = round_up(nbytes, self.granularity)
-        # In the worst case each chunk is a mapping of its own. The check is here, because `unmap` must not fail.
-        mappings = sum(-(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges)))
+        # In the worst case each chunk is a mapping of its own. The check is here, because `unmap`
+        # must not fail.
+        mappings = sum(
+            -(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges))
+        )
         limit = int(Path("/proc/sys/vm/max_map_count").read_text()) - _OTHER_MAPPINGS
         if mappings > limit:
             raise DeviceMemoryError(
-                f"simulated: {mappings:,} chunks of addresses need more mappings than vm.max_map_count leaves ({limit:,}); "
-                f"chunk_bytes is {self.chunk_bytes:,}, make it larger"
+                f"simulated: {mappings:,} chunks of addresses need more mappings than "
+                f"vm.max_map_count leaves ({limit:,}); chunk_bytes is {self.chunk_bytes:,}, make "
+                "it larger"
             )
         try:
             addresses = SimulatedRange(nbytes, self.granularity)
         except OSError as exc:
-            raise DeviceMemoryError(f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}") from exc
+            raise DeviceMemoryError(
+                f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}"
+            ) from exc
         self._ranges.add(addresses)
         return addresses
 
     def create(self, nbytes: int) -> Chunk:
         self._check_process()
         if nbytes <= 0 or nbytes % self.granularity:
-            raise ValueError(f"a chunk of {nbytes} bytes is not a multiple of the granularity {self.granularity}")
+            raise ValueError(
+                f"a chunk of {nbytes} bytes is not a multiple of the granularity {self.granularity}"
+            )
         held = self._held_bytes()
         others = self._shared.claim(held, nbytes) if self._shared else 0
         free = max(0, self.capacity_bytes - held - others - self.outside_bytes)
         if nbytes > free:
             elsewhere = f", {others:,} held by other processes" if self._shared else ""
-            raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
+            raise DeviceMemoryError(
+                f"simulated: asked for {nbytes:,} bytes, {free:,} free of "
+                f"{self.capacity_bytes:,}{elsewhere}"
+            )
         chunk = SimulatedChunk(nbytes, self._end, self._held)
         self._end += nbytes
         self._held[chunk.file_offset] = nbytes
@@ -172,13 +232,18 @@ class SimulatedDevice(Device):
             placed[end] = chunk
             end += chunk.nbytes
         beside = _around(target, start, end)
-        if any(start <= offset < end and placed.get(offset) is not chunk for offset, chunk in target.chunks.items()):
+        if any(
+            start <= offset < end and placed.get(offset) is not chunk
+            for offset, chunk in target.chunks.items()
+        ):
             raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
         try:
             for offset, chunk in placed.items():
                 chunk.place = (weakref.ref(target), offset)
             self._poison.note(target, start, end)
-            target.chunks = beside | placed  # before the pages are mapped, so that none can be released while it is behind an address
+            # before the pages are mapped, so that none can be released while it is behind an
+            # address
+            target.chunks = beside | placed
             for offset, chunk in placed.items():
                 self._fixed(target.base + offset, chunk.nbytes, chunk.file_offset)
             libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
@@ -196,17 +261,28 @@ class SimulatedDevice(Device):
         beside = _around(target, start, end)
         self._poison.note(target, start, end)
         for offset in range(start, end, self.chunk_bytes):
-            self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags)
+            self._fixed(
+                target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags
+            )
         libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
         target.chunks = beside
 
-    def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
-        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == slab.MAP_FAILED:
-            raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+    def _fixed(
+        self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED
+    ) -> None:
+        if (
+            libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset)
+            == slab.MAP_FAILED
+        ):
+            raise DeviceMemoryError(
+                f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}"
+            )
 
     def release(self, *chunks: Chunk) -> None:
         self._check_process()
-        held = [chunk for chunk in chunks if isinstance(chunk, SimulatedChunk) and self._is_held(chunk)]
+        held = [
+            chunk for chunk in chunks if isinstance(chunk, SimulatedChunk) and self._is_held(chunk)
+        ]
         if any(chunk.is_mapped() for chunk in held):
             raise ValueError("the chunk is still behind addresses: unmap those first")
         for chunk in held:
@@ -218,13 +294,19 @@ class SimulatedDevice(Device):
         self._check_process()
         begin = max(time.monotonic(), self._link_free_at[direction])
         for run in copies:
-            ends = (run.device_address, run.host_address) if direction == "to_device" else (run.host_address, run.device_address)
+            ends = (
+                (run.device_address, run.host_address)
+                if direction == "to_device"
+                else (run.host_address, run.device_address)
+            )
             ctypes.memmove(*ends, run.nbytes)
         self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
 
     def order(self, direction: Direction | None = None) -> None:
         # A CPU has no streams that could wait, so the caller waits.
-        _sleep_until(max(self._link_free_at.values()) if direction is None else self._link_free_at[direction])
+        _sleep_until(
+            max(self._link_free_at.values()) if direction is None else self._link_free_at[direction]
+        )
 
     def sync(self) -> None:
         _sleep_until(max(self._link_free_at.values()))
@@ -264,20 +346,24 @@ class SimulatedDevice(Device):
         self._when_out_of_memory.append(give_back)
 
     def run_out_of_memory(self) -> None:
-        """Do what torch's allocator does on a real device when it finds no memory, before it raises."""
+        """Do what torch's allocator does on a real device when it finds no memory, before it
+        raises."""
         for give_back in self._when_out_of_memory:
             give_back()
 
     def close(self) -> None:
         if os.getpid() == self._pid:
-            self.memory()  # frees the memory of dropped chunks; the rest goes with this object and the last tensor
+            # frees the memory of dropped chunks; the rest goes with this object and the last tensor
+            self.memory()
 
     def _is_held(self, chunk: SimulatedChunk) -> bool:
         return chunk.ledger is self._held and chunk.file_offset in self._held
 
     def _held_here(self, chunk: Chunk) -> SimulatedChunk:
         if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
-            raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+            raise ValueError(
+                "this device does not hold the chunk: it was released, or belongs to another device"
+            )
         return chunk
 
     def _held_bytes(self) -> int:
@@ -296,18 +382,22 @@ class SimulatedDevice(Device):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise PlacementError("this simulated device belongs to the parent process; make a new one in a forked child")
+            raise PlacementError(
+                "this simulated device belongs to the parent process; make a new one in a forked "
+                "child"
+            )
 
 
 def _sleep_until(seconds: float) -> None:
-    """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0 s costs 85 us."""
+    """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0
+    s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
 
 
 class SharedCapacity:
-    """A device's claim on the capacity that devices of several processes share through a ledger, and the sum of the other claims.
-    `path`: the same for all processes; the ledger is beside it."""
+    """A device's claim on the capacity that devices of several processes share through a ledger,
+    and the sum of the other claims. `path`: the same for all processes; the ledger is beside it."""
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = Path(os.path.realpath(path))
@@ -317,12 +407,14 @@ class SharedCapacity:
         self.claim(0, 0)
 
     def leave(self) -> None:
-        """Hold nothing from now on. Waits for nobody: a device may die in the middle of another one's claim."""
+        """Hold nothing from now on. Waits for nobody: a device may die in the middle of another
+        one's claim."""
         self._ledger.leave(self._note.token)
 
     def claim(self, held_bytes: int, more_bytes: int) -> int:
-        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much. Returns the bytes that
-        the others hold: the claim for more was granted if the total is within the capacity."""
+        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others
+        leave that much. Returns the bytes that the others hold: the claim for more was granted if
+        the total is within the capacity."""
         with self._ledger.turn():
             slot = self._ledger.join(self._note, held_bytes)
             others = sum(each.held_bytes for each in self._ledger.claims() if each.slot != slot)
@@ -339,10 +431,13 @@ class SimulatedRange(Addresses):
         self.nbytes = nbytes
         self.base = 0
         self.chunks: dict[int, SimulatedChunk] = {}
-        """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
+        """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive
+        when everything else is dropped."""
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, slab.NO_ACCESS, flags), granularity)
+            self.base = round_up(
+                map_for_life(self, nbytes + granularity - PAGE, slab.NO_ACCESS, flags), granularity
+            )
         self._vacant: tuple[dict[int, SimulatedChunk] | None, list[tuple[int, int]]] = None, []
         """The `chunks` at the last call of `vacant`, and its answer then."""
 
@@ -350,8 +445,23 @@ class SimulatedRange(Addresses):
         """The addresses without a chunk behind them, as ascending [start, end)."""
         chunks = self.chunks
         if self._vacant[0] is not chunks:
-            edges = [0, *(edge for offset in sorted(chunks) for edge in (offset, offset + chunks[offset].nbytes)), self.nbytes]
-            self._vacant = chunks, [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+            edges = [
+                0,
+                *(
+                    edge
+                    for offset in sorted(chunks)
+                    for edge in (offset, offset + chunks[offset].nbytes)
+                ),
+                self.nbytes,
+            ]
+            self._vacant = (
+                chunks,
+                [
+                    (start, end)
+                    for start, end in zip(edges[::2], edges[1::2], strict=True)
+                    if start < end
+                ],
+            )
         return self._vacant[1]
 
 
@@ -360,15 +470,21 @@ class SimulatedChunk(Chunk):
         self.nbytes = nbytes
         self.file_offset = file_offset
         self.ledger = ledger  # the ledger of the device that made the chunk
-        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None  # the range and offset where the chunk was mapped last
+        # the range and offset where the chunk was mapped last
+        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
 
     def is_mapped(self) -> bool:
         addresses = self.place and self.place[0]()
-        return self.place is not None and addresses is not None and addresses.chunks.get(self.place[1]) is self
+        return (
+            self.place is not None
+            and addresses is not None
+            and addresses.chunks.get(self.place[1]) is self
+        )
 
 
 def _around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedChunk]:
-    """The chunks mapped outside of [start, end). Raises ValueError if the end would split a chunk."""
+    """The chunks mapped outside of [start, end). Raises ValueError if the end would split a
+    chunk."""
     check_span(start, end - start, target.nbytes)
     for offset, chunk in target.chunks.items():
         if offset < end < offset + chunk.nbytes:
@@ -377,17 +493,20 @@ def _around(target: SimulatedRange, start: int, end: int) -> dict[int, Simulated
 
 
 class SharedPoison:
-    """The poison behind vacant addresses: the first `nbytes` of the memory file, compared by its bytes. A write shows in all ranges."""
+    """The poison behind vacant addresses: the first `nbytes` of the memory file, compared by its
+    bytes. A write shows in all ranges."""
 
     flags = mmap.MAP_SHARED  # the flags with which it is mapped
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._file, self._nbytes = file, nbytes
-        self.written: Sequence[WrittenPoison] = ()  # the places of the damage that the last `heal` reported, where they are known
+        # the places of the damage that the last `heal` reported, where they are known
+        self.written: Sequence[WrittenPoison] = ()
         os.pwrite(file, poison_bytes(0, nbytes), 0)
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
-        """Remember writes to these addresses for the next `heal`, before their mapping is replaced. Here they stay where they are."""
+        """Remember writes to these addresses for the next `heal`, before their mapping is replaced.
+        Here they stay where they are."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
         poison = poison_bytes(0, self._nbytes)
@@ -411,21 +530,27 @@ class PrivatePoison(SharedPoison):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
             are_copies = _flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)
             for run in _COPIES.finditer(are_copies) if b"\x01" in are_copies else ():
-                self._noted.append(WrittenPoison(target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE))
+                self._noted.append(
+                    WrittenPoison(
+                        target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE
+                    )
+                )
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
         for target in ranges:
             for start, end in target.vacant():
                 noted_before = len(self._noted)
                 self.note(target, start, end)
-                for each in self._noted[noted_before:]:  # drop the copies: the file is behind them again
+                # drop the copies: the file is behind them again
+                for each in self._noted[noted_before:]:
                     libc.madvise(target.base + each.start, each.nbytes, slab.MADV_DONTNEED)
         self.written, self._noted = self._noted, []
         return bool(self.written)
 
 
 def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
-    """Make the poison of a device at the beginning of its memory file. Files that this opens are closed when the device dies."""
+    """Make the poison of a device at the beginning of its memory file. Files that this opens are
+    closed when the device dies."""
     poison = SharedPoison(file, nbytes)
     with suppress(OSError):
         page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -436,7 +561,8 @@ def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
 
 
 def _tells_copies(page_map: int, file: int) -> bool:
-    """Whether the kernel distinguishes a page that was written from one that was only read; tried on two pages."""
+    """Whether the kernel distinguishes a page that was written from one that was only read; tried
+    on two pages."""
     pages = mmap.mmap(file, 2 * PAGE, mmap.MAP_PRIVATE, READ_WRITE)
     first = ctypes.c_char.from_buffer(pages)
     try:
@@ -450,7 +576,8 @@ def _tells_copies(page_map: int, file: int) -> bool:
 
 
 def _flags_of(page_map: int, address: int, count: int) -> bytearray:
-    """One byte of flags for each page, beginning at an address. Raises OSError where the kernel does not report them."""
+    """One byte of flags for each page, beginning at an address. Raises OSError where the kernel
+    does not report them."""
     entries = bytearray(count * _ENTRY_BYTES)
     found = os.preadv(page_map, [entries], address // PAGE * _ENTRY_BYTES)
     if found != len(entries):

@@ -1,6 +1,8 @@
-"""verl's training engines under placement, switched on by `VERL_ENGINE_VENDOR=placement`. No recipe and no line of verl changes.
+"""verl's training engines under placement, switched on by `VERL_ENGINE_VENDOR=placement`. No recipe
+and no line of verl changes.
 
-verl finds this package by the entry point `placement` in the group `verl.plugins`. docs/integrations/verl.md says what it does.
+verl finds this package by the entry point `placement` in the group `verl.plugins`.
+docs/integrations/verl.md says what it does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The manager that verl's engines of a process share, and `PlacedEngine`, under which placement does what verl's offloading does."""
+"""The manager that verl's engines of a process share, and `PlacedEngine`, under which placement
+does what verl's offloading does."""
 
 from __future__ import annotations
 
@@ -38,32 +39,41 @@ else:
     _Engine = object
 
 logger = logging.getLogger("placement.integrations.verl")
-logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))  # verl sets the root logger to WARNING
+# verl sets the root logger to WARNING
+logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
 
 _lock = threading.Lock()
 _made: list[Manager] = []
 _numbers = itertools.count()
 _joined: list[Group] = []
-"""The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
+"""The group of the manager. It outlives a manager that could not be made: a rank joins once, and
+the others wait for it in this group."""
 _POLICY = "colocated(stream_sync=True)"
-"""The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that a sync need not load the model first."""
-_BUCKET_BYTES = 64 << 20  # bytes of changes that are found together, and of weights that come from the host copy together
-rollouts: WeakIdSet[Any] = WeakIdSet()  # the rollouts that are handles: `ended()` of each is called when an engine begins a phase
+"""The policy where `PLACEMENT_POLICY` names none. verl exports one weight after the other, so that
+a sync need not load the model first."""
+# bytes of changes that are found together, and of weights that come from the host copy together
+_BUCKET_BYTES = 64 << 20
+# the rollouts that are handles: `ended()` of each is called when an engine begins a phase
+rollouts: WeakIdSet[Any] = WeakIdSet()
 
 
 def manager() -> Manager:
-    """The manager that verl's engines in this process share, made at the first call with the settings in `PLACEMENT_*`.
+    """The manager that verl's engines in this process share, made at the first call with the
+    settings in `PLACEMENT_*`.
 
-    All ranks of the worker group change phase together. Without `PLACEMENT_POLICY` its policy is `colocated(stream_sync=True)`. With
-    `PLACEMENT_DISCOVERY` set it serves its metrics, too.
+    All ranks of the worker group change phase together. Without `PLACEMENT_POLICY` its policy is
+    `colocated(stream_sync=True)`. With `PLACEMENT_DISCOVERY` set it serves its metrics, too.
 
     Raises:
         ValueError: a `PLACEMENT_*` variable is wrong.
-        PlacementError: the device does not exist, there is no such policy, or the folder of `PLACEMENT_DISCOVERY` cannot be written.
+        PlacementError: the device does not exist, there is no such policy, or the folder of
+        `PLACEMENT_DISCOVERY` cannot be written.
     """
     with _lock:
         if not _made:
-            made = Manager.from_settings(group=_group(), policy=os.environ.get("PLACEMENT_POLICY", _POLICY))
+            made = Manager.from_settings(
+                group=_group(), policy=os.environ.get("PLACEMENT_POLICY", _POLICY)
+            )
             if made.settings.discovery is not None:
                 try:
                     made.serve()
@@ -85,19 +95,24 @@ def next_phase() -> None:
 
 
 def use_manager(made: Manager) -> None:
-    """Let verl's engines in this process use a manager of your own: with a policy object, or a device that no variable can name.
+    """Let verl's engines in this process use a manager of your own: with a policy object, or a
+    device that no variable can name.
 
     Raises:
         PhaseError: this process has a manager already.
     """
     with _lock:
         if _made:
-            raise PhaseError("verl's engines in this process have a manager; call use_manager() before the first one is built")
+            raise PhaseError(
+                "verl's engines in this process have a manager; call use_manager() before the "
+                "first one is built"
+            )
         _made.append(made)
 
 
 def close_manager() -> None:
-    """Close the manager of this process, so that the next call of `manager` makes a new one. Every rank does so, or none.
+    """Close the manager of this process, so that the next call of `manager` makes a new one. Every
+    rank does so, or none.
 
     Raises:
         PhaseError: a phase is open.
@@ -112,7 +127,8 @@ def close_manager() -> None:
 
 
 def _group() -> Group | None:
-    """The ranks of verl's worker group, over the store of their process group. A number keeps the keys of each manager apart."""
+    """The ranks of verl's worker group, over the store of their process group. A number keeps the
+    keys of each manager apart."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if not _joined:
@@ -122,7 +138,8 @@ def _group() -> Group | None:
 
 
 class Publication(Around[tuple[Any, ...]]):
-    """An engine's weights, from a generator, with the hold under which they are read. It ends like `Hold.around`, and if the sync fails."""
+    """An engine's weights, from a generator, with the hold under which they are read. It ends like
+    `Hold.around`, and if the sync fails."""
 
     _is_cut_off = False
 
@@ -135,11 +152,14 @@ class Publication(Around[tuple[Any, ...]]):
 
     def __next__(self) -> tuple[Any, ...]:
         if self._is_cut_off:  # not StopIteration: half of the weights would be taken for all
-            raise PlacementError("these weights ended with the sync that failed: ask the engine for new ones")
+            raise PlacementError(
+                "these weights ended with the sync that failed: ask the engine for new ones"
+            )
         return super().__next__()
 
     def cut_off(self, error: BaseException) -> None:
-        """End it because the sync has failed with `error`. Failures of ending become notes on that."""
+        """End it because the sync has failed with `error`. Failures of ending become notes on
+        that."""
         if not self.hold.is_open:
             return
         self._is_cut_off = True
@@ -149,11 +169,13 @@ class Publication(Around[tuple[Any, ...]]):
             self.hold.release(error)
 
 
-_publications: WeakIdSet[Publication] = WeakIdSet()  # the publications of all engines of this process
+# the publications of all engines of this process
+_publications: WeakIdSet[Publication] = WeakIdSet()
 
 
 def cut_off_all(weights: Any, error: BaseException) -> None:
-    """End all publications of this process because a sync of these weights (a publication, or a generator around one) has failed."""
+    """End all publications of this process because a sync of these weights (a publication, or a
+    generator around one) has failed."""
     if not isinstance(weights, Publication) and hasattr(weights, "close"):
         with noted(error):
             weights.close()
@@ -179,50 +201,70 @@ def _task_ended(reference: weakref.ref[Publication], task: asyncio.Task[Any]) ->
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is not None:
         # Said here, too, because asyncio now counts the exception as retrieved.
-        logger.warning("a sync of weights has failed, so the phase of its model ends: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "a sync of weights has failed, so the phase of its model ends: %s: %s",
+            type(error).__name__,
+            error,
+        )
         publication.cut_off(error)
 
 
 class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
-    """Registers the module and the optimizer that verl builds, and holds a phase wherever verl would load and offload them.
+    """Registers the module and the optimizer that verl builds, and holds a phase wherever verl
+    would load and offload them.
 
-    verl's own flags `_is_offload_param` and `_is_offload_optimizer` are off, so that no line of verl moves anything. Every public method
-    here overrides one of `verl.workers.engine.fsdp.transformer_impl.FSDPEngine` (0.9.1) and has its arguments and its result.
+    verl's own flags `_is_offload_param` and `_is_offload_optimizer` are off, so that no line of
+    verl moves anything. Every public method here overrides one of
+    `verl.workers.engine.fsdp.transformer_impl.FSDPEngine` (0.9.1) and has its arguments and its
+    result.
 
-    An engine whose configuration has neither `param_offload` nor `optimizer_offload` stays verl's own. With `offload_policy=True` FSDP2
-    places module and optimizer, and both are external.
+    An engine whose configuration has neither `param_offload` nor `optimizer_offload` stays verl's
+    own. With `offload_policy=True` FSDP2 places module and optimizer, and both are external.
     """
 
     _manager: Manager | None = None
     _model_handle: Handle | None = None  # the module's handle; None while the engine is verl's own
     _manual: Any = None  # the hold that `to` opened
-    _manual_parts: frozenset[str] = frozenset()  # the parts that `to` was asked to bring to the device: "model", "optimizer"
-    _records = False  # whether delta syncs send what offloads have recorded; else verl compares with a copy of its own
+    # the parts that `to` was asked to bring to the device: "model", "optimizer"
+    _manual_parts: frozenset[str] = frozenset()
+    # whether delta syncs send what offloads have recorded; else verl compares with a copy of its
+    # own
+    _records = False
 
     def initialize(self) -> None:
         self._end_manual()
         if self._is_left_to_verl:
             super().initialize()
-            logger.info("verl places its own %s engine: param_offload and optimizer_offload are off", type(self).__name__)
+            logger.info(
+                "verl places its own %s engine: param_offload and optimizer_offload are off",
+                type(self).__name__,
+            )
             return
         self._is_offload_param = self._is_offload_optimizer = False
         replaced = vars(self).get("module"), vars(self).get("optimizer")
-        super().initialize()  # `reset()` calls it again: the registered objects live until their successors are there
+        # `reset()` calls it again: the registered objects live until their successors are there
+        super().initialize()
         self._register()
         del replaced
 
     @property
     def _is_left_to_verl(self) -> bool:
         config = self.engine_config
-        return not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload)
+        return (
+            not self._is_left_to_fsdp2
+            and not config.param_offload
+            and (config.forward_only or not config.optimizer_offload)
+        )
 
     @property
     def _is_left_to_fsdp2(self) -> bool:
-        """Whether FSDP2's CPUOffloadPolicy places the parameters and, with them, the optimizer's state."""
+        """Whether FSDP2's CPUOffloadPolicy places the parameters and, with them, the optimizer's
+        state."""
         return bool(self.engine_config.strategy == "fsdp2" and self.engine_config.offload_policy)
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for each micro-batch: not a placed one."""
+        """verl puts a `forward_only` model under a CPU offload policy, which copies each layer for
+        each micro-batch: not a placed one."""
         if self._is_left_to_verl:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
         config, forward_only = self.engine_config, self.engine_config.forward_only
@@ -233,30 +275,62 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             config.forward_only = forward_only
 
     def _register(self) -> None:
-        """Register the module and the optimizer. What is not offloaded, or by FSDP2's policy, is external: tracked, never moved."""
+        """Register the module and the optimizer. What is not offloaded, or by FSDP2's policy, is
+        external: tracked, never moved."""
         config, is_left = self.engine_config, self._is_left_to_fsdp2
         self._manager = shared = manager()
-        name = self._model_handle.name if self._model_handle is not None else _free_name(shared, self._role)
+        name = (
+            self._model_handle.name
+            if self._model_handle is not None
+            else _free_name(shared, self._role)
+        )
         is_fixed = self.optimizer is None
-        if config.strategy == "fsdp2" and not is_left:  # else `to` would move the buffers to where the parameters are
-            # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to` later, and the audit would find them stray.
+        # else `to` would move the buffers to where the parameters are
+        if config.strategy == "fsdp2" and not is_left:
+            # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to`
+            # later, and the audit would find them stray.
             self.module.to(next(self.module.parameters()).device)
         external = not (config.param_offload or is_left)
-        model = shared.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
+        model = shared.register(
+            name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True
+        )
         try:
             if self.optimizer is not None:
                 external = not (config.optimizer_offload or is_left)
-                shared.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
+                shared.register(
+                    f"{name}.optimizer",
+                    self.optimizer,
+                    owner=model,
+                    external=external,
+                    replace=True,
+                )
         except BaseException:
             self._model_handle = None
             shared.unregister(model)
             raise
         self._model_handle = model
         if is_left:
-            logger.info("placement tracks %r, which FSDP2's CPUOffloadPolicy places: offload_policy=True (%s)", name, type(self).__name__)
+            logger.info(
+                "placement tracks %r, which FSDP2's CPUOffloadPolicy places: offload_policy=True "
+                "(%s)",
+                name,
+                type(self).__name__,
+            )
             return
-        moved = [what for what, wanted in (("parameters", config.param_offload), ("optimizer", config.optimizer_offload)) if wanted]
-        logger.info("placement places the %s of %r (%s)", " and the ".join(moved[: 1 if is_fixed else 2]), name, type(self).__name__)
+        moved = [
+            what
+            for what, wanted in (
+                ("parameters", config.param_offload),
+                ("optimizer", config.optimizer_offload),
+            )
+            if wanted
+        ]
+        logger.info(
+            "placement places the %s of %r (%s)",
+            " and the ".join(moved[: 1 if is_fixed else 2]),
+            name,
+            type(self).__name__,
+        )
 
     @property
     def _role(self) -> str:
@@ -275,21 +349,32 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         next_phase()
         return self._manager.hold(phase, only=[self._model_handle])
 
-    def train_mode(self, disable_auto_offload: bool = False, **kwargs: Any) -> AbstractContextManager[None]:
+    def train_mode(
+        self, disable_auto_offload: bool = False, **kwargs: Any
+    ) -> AbstractContextManager[None]:
         return self._mode("train", super().train_mode, disable_auto_offload, kwargs)
 
-    def eval_mode(self, disable_auto_offload: bool = False, **kwargs: Any) -> AbstractContextManager[None]:
+    def eval_mode(
+        self, disable_auto_offload: bool = False, **kwargs: Any
+    ) -> AbstractContextManager[None]:
         return self._mode(self._reading_phase, super().eval_mode, disable_auto_offload, kwargs)
 
     @contextmanager
-    def _mode(self, phase: str, mode: Callable[..., Any], stays: bool, kwargs: dict[str, Any]) -> Iterator[None]:
-        """One of verl's modes inside a phase. `stays`: the caller has brought everything to the device by `to`, or by a mode around."""
+    def _mode(
+        self, phase: str, mode: Callable[..., Any], stays: bool, kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """One of verl's modes inside a phase. `stays`: the caller has brought everything to the
+        device by `to`, or by a mode around."""
         is_placed = self._model_handle is not None
-        with nullcontext() if stays else self._hold(phase), mode(disable_auto_offload=stays or is_placed, **kwargs):
+        with (
+            nullcontext() if stays else self._hold(phase),
+            mode(disable_auto_offload=stays or is_placed, **kwargs),
+        ):
             yield
 
     def optimizer_step(self) -> float:
-        with self._hold("optimizer_step"):  # for policies that load the optimizer no earlier; in others nothing moves here
+        # for policies that load the optimizer no earlier; in others nothing moves here
+        with self._hold("optimizer_step"):
             return super().optimizer_step()  # type: ignore[no-any-return]
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -303,22 +388,33 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
         return self._published(partial(super().get_per_tensor_param, *args, **kwargs))
 
-    def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        """verl's own, from the host copy while the model is offloaded: a rank reads its own shards alone, so nothing is loaded."""
-        return self._published(partial(super().get_per_tensor_param_shard, *args, **kwargs), of_shards=True)
+    def get_per_tensor_param_shard(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """verl's own, from the host copy while the model is offloaded: a rank reads its own shards
+        alone, so nothing is loaded."""
+        return self._published(
+            partial(super().get_per_tensor_param_shard, *args, **kwargs), of_shards=True
+        )
 
     def prime_delta_snapshots(self) -> None:
-        """verl pins a copy of all shards. Here offloads record what they change since the version of now."""
+        """verl pins a copy of all shards. Here offloads record what they change since the version
+        of now."""
         handle = self._model_handle
-        weights = [] if handle is None or handle.external or self._computes_to_publish else self._shards()
+        weights = (
+            [] if handle is None or handle.external or self._computes_to_publish else self._shards()
+        )
         self._records = bool(weights) and all(weight.part() is not None for _, weight, _ in weights)
         if self._records and handle is not None:
             handle.published = Changes(handle.storage, weights, None).complete()
         else:
             super().prime_delta_snapshots()
 
-    def get_per_tensor_param_delta_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        """verl's own, from what offloads have recorded. A shard of which that is not known has every position among its changes."""
+    def get_per_tensor_param_delta_shard(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """verl's own, from what offloads have recorded. A shard of which that is not known has
+        every position among its changes."""
         if not self._records:
             return super().get_per_tensor_param_delta_shard(*args, **kwargs)  # type: ignore[no-any-return]
         changes, peft_config = self._published(lambda: (self._changes(), None), of_shards=True)
@@ -331,22 +427,35 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return dict(convert_weight_keys(dict(named_places(self.module)), self.module))
 
     def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
-        """The parameters and buffers that verl exports, with the dtypes in which it publishes them."""
-        return [(name, weight_of(each), torch.bfloat16 if each.is_floating_point() else each.dtype) for name, each in self._named().items()]
+        """The parameters and buffers that verl exports, with the dtypes in which it publishes
+        them."""
+        return [
+            (name, weight_of(each), torch.bfloat16 if each.is_floating_point() else each.dtype)
+            for name, each in self._named().items()
+        ]
 
     def _changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, new values and their positions of each shard. Until the last one was read, nobody knows what the rollout has."""
+        """Name, new values and their positions of each shard. Until the last one was read, nobody
+        knows what the rollout has."""
         handle = self._model_handle
         assert handle is not None
         publication = Changes(handle.storage, self._shards(), handle.published)
         handle.published = None
         for bucket in publication.buckets(_device_of(handle), _BUCKET_BYTES):
             for each in bucket:
-                everywhere = torch.arange(len(each.values) if each.positions is None else 0, device=each.values.device)
-                yield each.name, each.values, everywhere if each.positions is None else each.positions.long()
+                everywhere = torch.arange(
+                    len(each.values) if each.positions is None else 0, device=each.values.device
+                )
+                yield (
+                    each.name,
+                    each.values,
+                    everywhere if each.positions is None else each.positions.long(),
+                )
         handle.published = publication.complete()
 
-    def _delta_entries(self, changes: Iterator[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[Any]:
+    def _delta_entries(
+        self, changes: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> Iterator[Any]:
         from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
 
         named = self._named()
@@ -354,22 +463,44 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             spec = ShardSpec.from_param(named[name])
             place, contributes, group = derive_dtensor_placement(spec)
             count = len(values) if contributes else 0  # else another rank sends the same
-            yield (*self._hf_delta_entry(name, spec, place, positions[:count], values[:count]), group)
+            yield (
+                *self._hf_delta_entry(name, spec, place, positions[:count], values[:count]),
+                group,
+            )
 
-    def _published(self, export: Callable[[], tuple[Any, Any]], *, of_shards: bool = False) -> tuple[Any, Any]:
-        """The export's weights, with the model held until the last one was read, the iterator is given up, or the sync fails."""
+    def _published(
+        self, export: Callable[[], tuple[Any, Any]], *, of_shards: bool = False
+    ) -> tuple[Any, Any]:
+        """The export's weights, with the model held until the last one was read, the iterator is
+        given up, or the sync fails."""
         handle = self._model_handle
         if self._manager is None or handle is None:
             return export()
         phase = "weight_sync" if self._role == "actor" else self._reading_phase
-        if of_shards and handle.state is State.CPU_OFFLOADED and not self._computes_to_publish and not handle.external:
+        if (
+            of_shards
+            and handle.state is State.CPU_OFFLOADED
+            and not self._computes_to_publish
+            and not handle.external
+        ):
             phase = "checkpoint"  # reads the host copy, and moves nothing by any policy
         hold = self._manager.hold(phase, only=[handle])
         try:
-            if phase != "checkpoint" and self._computes_to_publish and not handle.external and not handle.resident_bytes:
-                # A policy that publishes from the host copy: verl computes with the parameters themselves.
+            if (
+                phase != "checkpoint"
+                and self._computes_to_publish
+                and not handle.external
+                and not handle.resident_bytes
+            ):
+                # A policy that publishes from the host copy: verl computes with the parameters
+                # themselves.
                 hold.switch(self._reading_phase, only=[handle])
-            if handle.is_streaming and not of_shards and not self._computes_to_publish and not getattr(self, "_qat_enabled", False):
+            if (
+                handle.is_streaming
+                and not of_shards
+                and not self._computes_to_publish
+                and not getattr(self, "_qat_enabled", False)
+            ):
                 return Publication(hold, self._streamed(handle)), None
             weights, peft_config = export()
             if phase == "checkpoint":
@@ -380,12 +511,15 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             raise
 
     def _streamed(self, handle: Handle) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what verl's `get_per_tensor_param` yields, read from the host copy while the weights before are sent."""
+        """Yield what verl's `get_per_tensor_param` yields, read from the host copy while the
+        weights before are sent."""
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights = {name: weight_of(each) for name, each in self._named().items()}
         reader = Reader(_device_of(handle), handle.storage.read_host)
-        ahead = ReadAhead(reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES)
+        ahead = ReadAhead(
+            reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES
+        )
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights.items():
@@ -402,33 +536,53 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     @property
     def _computes_to_publish(self) -> bool:
-        """Whether verl needs the model on the device to publish it: FSDP1 gathers it there, and LoRA is merged or gathered there."""
+        """Whether verl needs the model on the device to publish it: FSDP1 gathers it there, and
+        LoRA is merged or gathered there."""
         return bool(self.engine_config.strategy == "fsdp" or self._is_lora)
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
-        """These weights, of which aliases of the model's own memory are copied: it cannot go through CUDA IPC, and goes with the phase."""
+        """These weights, of which aliases of the model's own memory are copied: it cannot go
+        through CUDA IPC, and goes with the phase."""
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        own = {part.untyped_storage().data_ptr() for each in tensors for _, part in plain_parts(each, "")}
+        own = {
+            part.untyped_storage().data_ptr()
+            for each in tensors
+            for _, part in plain_parts(each, "")
+        }
         try:
             for name, weight, *rest in weights:
-                is_alias = any(part.untyped_storage().data_ptr() in own for _, part in plain_parts(weight, ""))
+                is_alias = any(
+                    part.untyped_storage().data_ptr() in own for _, part in plain_parts(weight, "")
+                )
                 yield (name, weight.clone() if is_alias else weight, *rest)
         finally:
             if hasattr(weights, "close"):
-                weights.close()  # verl undoes a LoRA merge at the end of its generator: while the model is still held
+                # verl undoes a LoRA merge at the end of its generator: while the model is still
+                # held
+                weights.close()
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Hold the named parts on the device until `to("cpu")`, for callers that then pass `disable_auto_offload=True`."""
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Hold the named parts on the device until `to("cpu")`, for callers that then pass
+        `disable_auto_offload=True`."""
         if self._manager is None or self._model_handle is None:
             super().to(device, model=model, optimizer=optimizer, grad=grad)
             return
-        # Moves nothing. verl checks that the device is its own or "cpu" (not of a reference), and that gradients go with their model only.
+        # Moves nothing. verl checks that the device is its own or "cpu" (not of a reference), and
+        # that gradients go with their model only.
         super().to(device, model=False, optimizer=False, grad=grad and not model)
         asked = {"model": model, "optimizer": optimizer and self.optimizer is not None}
         named = frozenset(part for part, is_asked in asked.items() if is_asked)
         parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named
         has_model = "model" in parts or self._model_handle.external
-        phase = "train" if has_model and "optimizer" in parts else self._reading_phase if "model" in parts else None
+        phase = (
+            "train"
+            if has_model and "optimizer" in parts
+            else self._reading_phase
+            if "model" in parts
+            else None
+        )
         if phase is not None:
             next_phase()
         following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
@@ -443,11 +597,15 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
 
 def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tuple[Any, ...]]:
-    """Weights as they are read from the host copy of a handle. Another phase that has loaded it meanwhile may have trained it."""
+    """Weights as they are read from the host copy of a handle. Another phase that has loaded it
+    meanwhile may have trained it."""
     before = sum(handle.counters.transitions.values())
     for weight in weights:
         if sum(handle.counters.transitions.values()) != before:
-            raise PlacementError(f"{handle.name!r} was loaded while its shards were read from the host copy: begin this sync again")
+            raise PlacementError(
+                f"{handle.name!r} was loaded while its shards were read from the host copy: begin "
+                "this sync again"
+            )
         yield weight
 
 
@@ -470,14 +628,28 @@ def register(vendor: str) -> None:
     """Register the engines under a vendor's name. PlacementError if this verl lacks something."""
     import verl
     from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+    from verl.workers.engine.fsdp.transformer_impl import (
+        FSDPEngineWithLMHead,
+        FSDPEngineWithValueHead,
+    )
 
     engines = {"language_model": FSDPEngineWithLMHead, "value_model": FSDPEngineWithValueHead}
-    missing = [f"{base.__name__}.{name}" for base in engines.values() for name in _NEEDED if not hasattr(base, name)]
+    missing = [
+        f"{base.__name__}.{name}"
+        for base in engines.values()
+        for name in _NEEDED
+        if not hasattr(base, name)
+    ]
     if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
         missing.append("EngineRegistry.register(vendor=...)")
     if missing:
-        raise PlacementError(f"verl {verl.__version__} lacks {', '.join(missing)}; verl 0.9.1 has them")
+        raise PlacementError(
+            f"verl {verl.__version__} lacks {', '.join(missing)}; verl 0.9.1 has them"
+        )
     for model_type, base in engines.items():
-        placed = type(f"Placed{base.__name__}", (PlacedEngine, base), {"__doc__": f"{base.__name__}, placed by placement."})
+        placed = type(
+            f"Placed{base.__name__}",
+            (PlacedEngine, base),
+            {"__doc__": (f"{base.__name__}, placed by placement.")},
+        )
         EngineRegistry.register(model_type, ["fsdp", "fsdp2"], ["cuda", "npu"], vendor)(placed)

@@ -1,7 +1,9 @@
-"""The plugin that verl loads at the end of `import verl`: it registers placement's engines as soon as verl imports its own.
+"""The plugin that verl loads at the end of `import verl`: it registers placement's engines as soon
+as verl imports its own.
 
-Importing verl's engines earlier would choose verl's platform before other plugins have registered theirs, and an error in a plugin is
-swallowed by verl (`verl/__init__.py` of 0.9.1 logs it at DEBUG), while an error in the import of its engines is not.
+Importing verl's engines earlier would choose verl's platform before other plugins have registered
+theirs, and an error in a plugin is swallowed by verl (`verl/__init__.py` of 0.9.1 logs it at
+DEBUG), while an error in the import of its engines is not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ VENDOR = "placement"
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` at the end of the import of module `name`; at once, if it is imported already. What `then` raises, the import raises."""
+    """Call `then` at the end of the import of module `name`; at once, if it is imported already.
+    What `then` raises, the import raises."""
     if name in sys.modules:
         then()
     else:
@@ -35,7 +38,9 @@ class _Finder(MetaPathFinder):
         self._name = name
         self._then = then
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)  # else the next line would ask this finder again
@@ -62,21 +67,28 @@ def is_chosen() -> bool:
 
 
 def register_engines() -> None:
-    """Register placement's engines with verl. If this version lacks what they need, that is an error where they were asked for."""
+    """Register placement's engines with verl. If this version lacks what they need, that is an
+    error where they were asked for."""
     try:
         register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:
         if is_chosen():
-            raise PlacementError(f"VERL_ENGINE_VENDOR=placement, but placement cannot place this verl: {error}") from error
+            raise PlacementError(
+                f"VERL_ENGINE_VENDOR=placement, but placement cannot place this verl: {error}"
+            ) from error
         logger.debug("placement's engines are not available to verl: %s", error)
         return
     if is_chosen():
-        what = "param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
+        what = (
+            "param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that "
+            "placement places"
+        )
         logger.info("placement is active: %s", what)
 
 
 def place_rollouts() -> None:
-    """Let verl use the adapters of vLLM and SGLang that tell placement what the rollout holds, where placement was asked for."""
+    """Let verl use the adapters of vLLM and SGLang that tell placement what the rollout holds,
+    where placement was asked for."""
     if is_chosen():
         from placement.integrations.verl.rollout import PlacedRollout, PlacedSglang, place
 
@@ -84,7 +96,11 @@ def place_rollouts() -> None:
             try:
                 place(name, kind)
             except (AttributeError, KeyError) as error:
-                logger.info("a rollout by %s is no handle of placement: this verl has no adapter under %s", name, error)
+                logger.info(
+                    "a rollout by %s is no handle of placement: this verl has no adapter under %s",
+                    name,
+                    error,
+                )
 
 
 after_import("verl.workers.engine", register_engines)

@@ -1,9 +1,10 @@
-"""The rollout that shares the worker's GPU, as a handle of placement. `PlacedRollout` is vLLM's; `PlacedSglang` has
-what differs for SGLang.
+"""The rollout that shares the worker's GPU, as a handle of placement. `PlacedRollout` is vLLM's;
+`PlacedSglang` has what differs for SGLang.
 
-verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past the worker. So placement makes the
-calls that wake it, in phases of its own, and measures what each part holds. That it sleeps again placement learns at the worker's next
-phase: the driver's free bytes say so. Where they do not, placement puts it to sleep itself. No call is sent twice.
+verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past
+the worker. So placement makes the calls that wake it, in phases of its own, and measures what each
+part holds. That it sleeps again placement learns at the worker's next phase: the driver's free
+bytes say so. Where they do not, placement puts it to sleep itself. No call is sent twice.
 """
 
 from __future__ import annotations
@@ -31,27 +32,35 @@ if TYPE_CHECKING:
 else:
     _Adapter = object
 
-_ASLEEP_SHARE = 0.5  # the share of its bytes that must be free again for the rollout to count as asleep
-_PATIENCE_SECONDS = 1.0  # the time for memory to show as free after the driver was told that the rollout sleeps
+# the share of its bytes that must be free again for the rollout to count as asleep
+_ASLEEP_SHARE = 0.5
+# the time for memory to show as free after the driver was told that the rollout sleeps
+_PATIENCE_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 _LAST_SECONDS = 10.0
-"""The time for an answer to the call that puts the rollout to sleep after a sync has failed: its server may wait for the rest of the
-weights, and then answers nothing."""
+"""The time for an answer to the call that puts the rollout to sleep after a sync has failed: its
+server may wait for the rest of the weights, and then answers nothing."""
 _bases: dict[str, tuple[type[PlacedRollout], str]] = {}
-"""The class to put before verl's adapter, and the path of that adapter, by the names under which this module has them placed."""
+"""The class to put before verl's adapter, and the path of that adapter, by the names under which
+this module has them placed."""
 
 
 class ColocatedRollout(TaggedEngine):
-    """The engine behind a rollout that verl's driver puts to sleep. `resume` is the method of verl's adapter that wakes parts."""
+    """The engine behind a rollout that verl's driver puts to sleep. `resume` is the method of
+    verl's adapter that wakes parts."""
 
     frees_when_asked = False  # the driver has put it to sleep before
 
-    def __init__(self, rollout: PlacedRollout, resume: Callable[[list[str]], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, rollout: PlacedRollout, resume: Callable[[list[str]], Coroutine[Any, Any, None]]
+    ) -> None:
         tags = rollout._parts()
         super().__init__(tags=tags, weights=rollout._weights, offloaded=tags)
         self._rollout, self._resume = rollout, resume
         self._free_when_awake = 0
-        self.may_wake = False  # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know.
+        # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver
+        # would not know.
+        self.may_wake = False
 
     def drain(self) -> None:
         """Nothing: verl's driver waits for the answers before it goes on."""
@@ -59,15 +68,16 @@ class ColocatedRollout(TaggedEngine):
     def load(self, tags: Collection[str]) -> None:
         if not self.may_wake:
             raise EngineError(
-                "verl alone decides when its rollout wakes, and the policy wants it on the device now: use a policy that offloads what a "
-                "phase does not need, such as 'colocated'"
+                "verl alone decides when its rollout wakes, and the policy wants it on the device "
+                "now: use a policy that offloads what a phase does not need, such as 'colocated'"
             )
         for tag in tags:
             _done(None, self._resume, [tag])
         self._free_when_awake = self.residency.free_bytes()
 
     def offload(self, tags: Collection[str]) -> None:
-        """Nothing where the driver has done it; else put them to sleep. What was never measured counts as done."""
+        """Nothing where the driver has done it; else put them to sleep. What was never measured
+        counts as done."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
         for _ in interrupts.looks(_PATIENCE_SECONDS, _POLL_SECONDS, _POLL_SECONDS):
             if not self.residency.resident_bytes or self.residency.free_bytes() >= wanted:
@@ -78,17 +88,21 @@ class ColocatedRollout(TaggedEngine):
         """Nothing: verl's driver sends no prompt before `resume` returns."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        raise EngineError("verl sends the weights to its rollout itself, in ActorRolloutRefWorker.update_weights")
+        raise EngineError(
+            "verl sends the weights to its rollout itself, in ActorRolloutRefWorker.update_weights"
+        )
 
 
 class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
-    """Comes before one of verl's adapters among the bases of a class. Its methods are those of `verl.workers.rollout.base.BaseRollout`."""
+    """Comes before one of verl's adapters among the bases of a class. Its methods are those of
+    `verl.workers.rollout.base.BaseRollout`."""
 
     _weights: Weights = "discard"  # whether the weights survive the sleep
     _manager: Manager | None = None
     _colocated: ColocatedRollout | None = None
     _open: Hold | None = None  # the phase in which the rollout is awake, or wakes
-    _seconds: float | None = None  # the time for verl's method to put the rollout to sleep. None: as long as it takes.
+    # the time for verl's method to put the rollout to sleep. None: as long as it takes.
+    _seconds: float | None = None
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -109,7 +123,10 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         if not self.config.free_cache_engine:
             return "it never sleeps (rollout.free_cache_engine=False)"
         if manager.policy.name != "colocated":
-            return f"the policy {manager.policy.name!r} may keep it on the device, where verl's driver puts it to sleep"
+            return (
+                f"the policy {manager.policy.name!r} may keep it on the device, where verl's "
+                "driver puts it to sleep"
+            )
         return None
 
     def _parts(self) -> tuple[str, ...]:
@@ -128,7 +145,9 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             self.ended()  # the driver has put it to sleep since it was awake
         self._colocated.may_wake = True
         try:
-            following = self._manager.hold("rollout" if KV_CACHE in tags else "weight_sync", only=["rollout"])
+            following = self._manager.hold(
+                "rollout" if KV_CACHE in tags else "weight_sync", only=["rollout"]
+            )
         except BaseException as error:
             self.ended(error)
             raise
@@ -145,9 +164,12 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             self.ended()
 
     async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
-        """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phases end, too."""
+        """verl's own, after which the weights are valid. After an error nobody reads on: the
+        actor's phases end, too."""
         engine = self._colocated
-        filling = engine if engine is not None and WEIGHTS in engine.residency.resident_tags else None
+        filling = (
+            engine if engine is not None and WEIGHTS in engine.residency.resident_tags else None
+        )
         if filling is not None:
             filling.residency.stale = "a sync has begun and was not finished"
         try:
@@ -161,7 +183,8 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         return result
 
     def ended(self, error: BaseException | None = None) -> None:
-        """End the phase in which the rollout was awake: the worker begins another, or `error` has ended it and is not to be hidden."""
+        """End the phase in which the rollout was awake: the worker begins another, or `error` has
+        ended it and is not to be hidden."""
         hold, self._open = self._open, None
         self._seconds = None if error is None else _LAST_SECONDS
         if hold is not None:
@@ -169,30 +192,37 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
                 hold.release(error)
 
 
-_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")  # what verl's adapter must have beside the attributes of `BaseRollout`
+# what verl's adapter must have beside the attributes of `BaseRollout`
+_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")
 
 
 class PlacedSglang(PlacedRollout):
     """Comes before verl's adapter of SGLang among the bases of a class.
 
-    SGLang dies of a release of what is released already, and of a resume of what was not. So placement releases by name what is awake,
-    and no more: verl's own `release()` names all parts. Read from verl 0.9.1 (workers/rollout/sglang_rollout/sglang_rollout.py) and
-    SGLang 0.5.12.
+    SGLang dies of a release of what is released already, and of a resume of what was not. So
+    placement releases by name what is awake, and no more: verl's own `release()` names all parts.
+    Read from verl 0.9.1 (workers/rollout/sglang_rollout/sglang_rollout.py) and SGLang 0.5.12.
     """
 
-    _weights: Weights = "keep"  # verl starts a server that shares the worker's GPU with enable_weights_cpu_backup
+    # verl starts a server that shares the worker's GPU with enable_weights_cpu_backup
+    _weights: Weights = "keep"
 
     def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
         missing = [name for name in _NEEDED if not hasattr(self, name)]
         if missing:
-            return f"this verl's adapter of SGLang has no {', '.join(missing)}; that of verl 0.9.1 has"
+            return (
+                f"this verl's adapter of SGLang has no {', '.join(missing)}; that of verl 0.9.1 has"
+            )
         options = self.config.engine_kwargs.get("sglang") or {}
         if not options.get("enable_memory_saver", True):
-            return "its memory does not move (rollout.engine_kwargs.sglang.enable_memory_saver=False)"
+            return (
+                "its memory does not move (rollout.engine_kwargs.sglang.enable_memory_saver=False)"
+            )
         return super()._reason_to_leave_it(manager)
 
     def _parts(self) -> tuple[str, ...]:
-        """The KV cache alone where SGLang serves LoRA as an adapter: then the base weights stay on the device."""
+        """The KV cache alone where SGLang serves LoRA as an adapter: then the base weights stay on
+        the device."""
         return (KV_CACHE,) if self.sleep_level == 1 else super()._parts()
 
     async def release_parts(self, tags: Collection[str]) -> None:
@@ -202,7 +232,8 @@ class PlacedSglang(PlacedRollout):
 
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
-    """Let verl use an adapter of this kind for the rollouts of this name, in this process. KeyError if it knows none of the name."""
+    """Let verl use an adapter of this kind for the rollouts of this name, in this process. KeyError
+    if it knows none of the name."""
     from verl.workers.rollout import base
 
     key = name, "async"
@@ -213,7 +244,8 @@ def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
 
 
 def __getattr__(attribute: str) -> Any:
-    """The placed adapter of a name. Made when verl asks for it, because verl's own needs the engine's package."""
+    """The placed adapter of a name. Made when verl asks for it, because verl's own needs the
+    engine's package."""
     if attribute not in _bases:
         raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")
     kind, path = _bases[attribute]
@@ -224,13 +256,22 @@ def __getattr__(attribute: str) -> Any:
     return placed
 
 
-def _done(seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
-    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one. EngineError: the server refused it by
-    an HTTP status below 500, so that nothing was done. EngineLost: another failure, or `seconds` have passed."""
+def _done(
+    seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
+) -> None:
+    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this
+    one. EngineError: the server refused it by an HTTP status below 500, so that nothing was done.
+    EngineLost: another failure, or `seconds` have passed."""
     try:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, asyncio.wait_for(method(*arguments), seconds)).result()
     except Exception as error:
         is_refused = 400 <= getattr(error, "status", 0) < 500
-        told = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) and seconds is not None else error
-        raise (EngineError if is_refused else EngineLost)(f"verl's rollout failed in {method.__name__}(): {told}") from error
+        told = (
+            (f"no answer within {seconds:g} s")
+            if isinstance(error, TimeoutError) and seconds is not None
+            else error
+        )
+        raise (EngineError if is_refused else EngineLost)(
+            f"verl's rollout failed in {method.__name__}(): {told}"
+        ) from error

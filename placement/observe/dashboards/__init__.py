@@ -1,7 +1,8 @@
-"""Grafana dashboards, recording rules and alerts for the metrics of `placement.observe.collector`, as files.
+"""Grafana dashboards, recording rules and alerts for the metrics of `placement.observe.collector`,
+as files.
 
-`files/` holds the shipped files: two dashboards in JSON, made by `tools/dashboards`, and one file of rules, written by hand. `export`
-writes them together with a configuration.
+`files/` holds the shipped files: two dashboards in JSON, made by `tools/dashboards`, and one file
+of rules, written by hand. `export` writes them together with a configuration.
 """
 
 from __future__ import annotations
@@ -36,45 +37,70 @@ def export(
     Args:
         directory: the directory; created if missing.
         prometheus_url: the URL at which Grafana reaches Prometheus.
-        discovery: the discovery folder (`Settings.discovery`) as Prometheus sees it, or the URL of a list of targets. A relative path is
+        discovery: the discovery folder (`Settings.discovery`) as Prometheus sees it, or the URL of
+        a list of targets. A relative path is
             relative to prometheus.yml.
-        scrape_interval: the interval between scrapes, and Grafana's smallest step. Grafana computes rates over four times as long.
-        grafana_path: the directory of the dashboards as Grafana sees it, if it runs in a container; None: the one where they are written.
-        overwrite: whether to replace existing files that differ.
+        scrape_interval: the interval between scrapes, and Grafana's smallest step. Grafana computes
+        rates over four times as long. grafana_path: the directory of the dashboards as Grafana sees
+        it, if it runs in a container; None: the one where they are written. overwrite: whether to
+        replace existing files that differ.
 
     Returns:
         The paths of all files, written or not.
 
     Raises:
-        PlacementError: an argument is wrong, the directory cannot be written, or an existing file differs without `overwrite`. Then nothing
+        PlacementError: an argument is wrong, the directory cannot be written, or an existing file
+        differs without `overwrite`. Then nothing
             is written.
     """
     if not _URL.fullmatch(prometheus_url):
-        raise PlacementError(f"prometheus_url is {prometheus_url!r}; it must be a URL like http://localhost:9090")
+        raise PlacementError(
+            f"prometheus_url is {prometheus_url!r}; it must be a URL like http://localhost:9090"
+        )
     if not _INTERVAL.fullmatch(scrape_interval):
-        raise PlacementError(f"scrape_interval is {scrape_interval!r}; it must be a number and a unit, like 15s, 500ms or 1m")
+        raise PlacementError(
+            f"scrape_interval is {scrape_interval!r}; it must be a number and a unit, like 15s, "
+            "500ms or 1m"
+        )
     if grafana_path is not None and not PurePosixPath(grafana_path).is_absolute():
         raise PlacementError(f"grafana_path is {grafana_path!r}; it must be an absolute path")
     root = Path(directory).absolute()
     pages = grafana_path or str(root / _PAGES)
     kind, found = _found_by(discovery)
     texts = {
-        "grafana/provisioning/datasources/placement.yml": _DATASOURCE.format(url=json.dumps(prometheus_url), interval=scrape_interval),
+        "grafana/provisioning/datasources/placement.yml": _DATASOURCE.format(
+            url=json.dumps(prometheus_url), interval=scrape_interval
+        ),
         "grafana/provisioning/dashboards/placement.yml": _PROVIDER.format(path=json.dumps(pages)),
-        **{f"{_PAGES}/{path.name}": path.read_text(encoding="utf-8") for path in sorted(FILES.glob("*.json"))},
-        "prometheus/prometheus.yml": _PROMETHEUS.format(interval=scrape_interval, kind=kind, found=found),
-        "prometheus/rules/placement.yml": (FILES / "placement.rules.yml").read_text(encoding="utf-8"),
+        **{
+            f"{_PAGES}/{path.name}": path.read_text(encoding="utf-8")
+            for path in sorted(FILES.glob("*.json"))
+        },
+        "prometheus/prometheus.yml": _PROMETHEUS.format(
+            interval=scrape_interval, kind=kind, found=found
+        ),
+        "prometheus/rules/placement.yml": (FILES / "placement.rules.yml").read_text(
+            encoding="utf-8"
+        ),
     }
     wanted = {root / name: text for name, text in texts.items()}
     try:
-        changed = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        changed = [
+            path
+            for path, text in wanted.items()
+            if not path.is_file() or path.read_text(encoding="utf-8") != text
+        ]
         theirs = [path for path in changed if path.exists()]
         if theirs and not overwrite:
             names = ", ".join(map(str, theirs))
-            raise PlacementError(f"{names} would change; nothing was written. Overwrite with --force, or choose another directory")
+            raise PlacementError(
+                f"{names} would change; nothing was written. Overwrite with --force, or choose "
+                "another directory"
+            )
         for path in changed:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:  # Grafana and Prometheus read *.json and *.yml at any moment
+            # Grafana and Prometheus read *.json and *.yml at any moment
+            with replacing(path) as file:
                 file.write(wanted[path].encode())
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot write dashboards to {root}: {error}") from error
@@ -85,12 +111,20 @@ def _found_by(discovery: str) -> tuple[str, str]:
     """The Prometheus key for the way to find workers, and the rest of that section."""
     if discovery.startswith(("http:", "https:")):
         if not _URL.fullmatch(discovery):
-            raise PlacementError(f"discovery is {discovery!r}, which is not a valid URL; write one like http://host:9400/targets")
+            raise PlacementError(
+                f"discovery is {discovery!r}, which is not a valid URL; write one like "
+                "http://host:9400/targets"
+            )
         return "http_sd_configs", f"- url: {json.dumps(discovery)}\n        refresh_interval: 15s"
     if not discovery or "*" in discovery:
-        raise PlacementError(f"discovery is {discovery!r}; it must be the workers' folder or URL for Prometheus, without *")
-    glob = json.dumps(f"{discovery.rstrip('/')}/*.json")  # Prometheus accepts a star only in the last part of a path
-    # The kernel tells Prometheus of changed files, but not of changes that another machine makes in a shared folder.
+        raise PlacementError(
+            f"discovery is {discovery!r}; it must be the workers' folder or URL for Prometheus, "
+            "without *"
+        )
+    # Prometheus accepts a star only in the last part of a path
+    glob = json.dumps(f"{discovery.rstrip('/')}/*.json")
+    # The kernel tells Prometheus of changed files, but not of changes that another machine makes in
+    # a shared folder.
     return "file_sd_configs", f"- files: [{glob}]\n        refresh_interval: 15s"
 
 

@@ -1,6 +1,8 @@
-"""The fingerprints of `placement.storage.range` by one Triton kernel. It reads the memory once, without temporaries.
+"""The fingerprints of `placement.storage.range` by one Triton kernel. It reads the memory once,
+without temporaries.
 
-This module is imported on first use on a CUDA device, and only there: Triton comes with torch's CUDA wheels.
+This module is imported on first use on a CUDA device, and only there: Triton comes with torch's
+CUDA wheels.
 """
 
 from __future__ import annotations
@@ -45,17 +47,23 @@ def _fingerprint(
 
 
 def fits(sizes: Sequence[int]) -> bool:
-    """Whether the kernel can take these pieces: a single one, or all of one size that is a whole number of programs, the last no longer."""
+    """Whether the kernel can take these pieces: a single one, or all of one size that is a whole
+    number of programs, the last no longer."""
     whole = sizes[0] % (8 * _BLOCK * _BLOCKS_A_PROGRAM) == 0
-    return (whole and all(size == sizes[0] for size in sizes[:-1]) and sizes[-1] <= sizes[0]) or len(sizes) == 1
+    return (
+        whole and all(size == sizes[0] for size in sizes[:-1]) and sizes[-1] <= sizes[0]
+    ) or len(sizes) == 1
 
 
 def fingerprints(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Compute `placement.storage.range.fingerprints` of data as int64. `fits` must be True of the sizes."""
+    """Compute `placement.storage.range.fingerprints` of data as int64. `fits` must be True of the
+    sizes."""
     out = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     span = _BLOCK * _BLOCKS_A_PROGRAM
     piece_words = sizes[0] // 8 if len(sizes) > 1 else -(-words.numel() // span) * span
     grid = (-(-words.numel() // span),)
     with torch.cuda.device(words.device):
-        _fingerprint[grid](words, out, words.numel(), piece_words, STEP, MIX_1, MIX_2, _BLOCK, _BLOCKS_A_PROGRAM)
+        _fingerprint[grid](
+            words, out, words.numel(), piece_words, STEP, MIX_1, MIX_2, _BLOCK, _BLOCKS_A_PROGRAM
+        )
     return out

@@ -1,13 +1,16 @@
 """Stream an optimizer's state through a small window of device memory while the optimizer steps.
 
-The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
-to the host behind the step, so that the link is busy both ways beside the kernels. The first ones may have come aside before the step
-(`Prefetcher`). No tensor is touched, because the state keeps its addresses.
+The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets
+ahead, is stepped there, and goes back to the host behind the step, so that the link is busy both
+ways beside the kernels. The first ones may have come aside before the step (`Prefetcher`). No
+tensor is touched, because the state keeps its addresses.
 
-The host copy stays authoritative, except for pages that are newest on the device: those whose parameters are stepped, until their bytes are
-on the host again. State that a step has created is in torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both
-home. So a step that an error cut short leaves parameters that are stepped, with their new state, and others that are not, with their old
-state: as an ordinary step does. The same holds for the elements of a parameter that is stepped in slices; its counter counts once all are.
+The host copy stays authoritative, except for pages that are newest on the device: those whose
+parameters are stepped, until their bytes are on the host again. State that a step has created is in
+torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both home. So a
+step that an error cut short leaves parameters that are stepped, with their new state, and others
+that are not, with their old state: as an ordinary step does. The same holds for the elements of a
+parameter that is stepped in slices; its counter counts once all are.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
 
-AHEAD = 2  # the number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls.
+# the number of buckets that come while one is stepped. With one, the link would wait for each
+# bucket's kernels and driver calls.
+AHEAD = 2
 
 
 class Piece(NamedTuple):
@@ -55,13 +60,16 @@ class Bucket:
     arrived: Mark | None = None  # tells when its bytes are on the device
     left: Mark | None = None  # tells when those that leave with it are on the host
     leaving: tuple[RangeChunk, ...] = ()
-    fresh: Range | None = None  # where the state that its step has created moves when it has been copied
+    # where the state that its step has created moves when it has been copied
+    fresh: Range | None = None
 
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
-    """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket before has counts for that one."""
+    """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket
+    before has counts for that one."""
     firsts, used = [0] if pieces else [], 0
-    before, chunks = set[RangeChunk](), set[RangeChunk]()  # the chunks of the bucket before, and those of this one so far
+    # the chunks of the bucket before, and those of this one so far
+    before, chunks = set[RangeChunk](), set[RangeChunk]()
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - before)
         if index > firsts[-1] and used + more > bucket_bytes:
@@ -70,32 +78,52 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
             more = piece.unborn_bytes + bytes_of({*piece.chunks} - before)
         chunks.update(piece.chunks)
         used += more
-    return [_bucket(pieces, first, last) for first, last in itertools.pairwise([*firsts, len(pieces)])]
+    return [
+        _bucket(pieces, first, last) for first, last in itertools.pairwise([*firsts, len(pieces)])
+    ]
 
 
 def _bucket(pieces: Sequence[Piece], first: int, last: int) -> Bucket:
     chunks = {each for piece in pieces[first:last] for each in piece.chunks}
-    by_address = sorted(chunks, key=lambda chunk: chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]])
-    return Bucket(first, last, tuple(by_address), sum(piece.unborn_bytes for piece in pieces[first:last]))
+    by_address = sorted(
+        chunks, key=lambda chunk: chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]]
+    )
+    return Bucket(
+        first, last, tuple(by_address), sum(piece.unborn_bytes for piece in pieces[first:last])
+    )
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:
-    """The most buckets into which state of so many bytes is cut: two neighbours together have more than one bucket's bytes."""
+    """The most buckets into which state of so many bytes is cut: two neighbours together have more
+    than one bucket's bytes."""
     return 2 * (nbytes // bucket_bytes) + 1
 
 
-def first_chunks(pieces: Sequence[Piece], bucket_bytes: int, window_bytes: int) -> tuple[RangeChunk, ...]:
-    """The chunks of the buckets that a step fetches before it steps the first one, as many as the window has room for."""
+def first_chunks(
+    pieces: Sequence[Piece], bucket_bytes: int, window_bytes: int
+) -> tuple[RangeChunk, ...]:
+    """The chunks of the buckets that a step fetches before it steps the first one, as many as the
+    window has room for."""
     buckets = buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]
-    while bytes_of(found := dict.fromkeys(itertools.chain.from_iterable(bucket.chunks for bucket in buckets))) > window_bytes:
+    while (
+        bytes_of(
+            found := dict.fromkeys(
+                itertools.chain.from_iterable(bucket.chunks for bucket in buckets)
+            )
+        )
+        > window_bytes
+    ):
         buckets.pop()
     return tuple(found)
 
 
 def window_of(pieces: Sequence[Piece], bucket_bytes: int) -> int:
-    """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
+    """The most device bytes that a streamed step of some or all of these pieces needs at a time,
+    where it gets what it wants."""
     largest = max((piece.nbytes for piece in pieces), default=0)
-    whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
+    whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(
+        piece.unborn_bytes for piece in pieces
+    )
     return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
 
 
@@ -126,8 +154,9 @@ class StreamedStep:
     `holding`: the optimizer's storage.
     `pieces`: the state of the parameters or their slices, in the order in which they are stepped.
     `bucket_bytes`: device bytes of a bucket.
-    `window_bytes`: device bytes that all buckets on the device may have together. A single bucket may have more.
-    `step`: steps what pieces `first` up to `last` (not included) are the state of, on the current stream."""
+    `window_bytes`: device bytes that all buckets on the device may have together. A single bucket
+    may have more. `step`: steps what pieces `first` up to `last` (not included) are the state of,
+    on the current stream."""
 
     holding: ManagedStorage
     pieces: Sequence[Piece]
@@ -135,17 +164,20 @@ class StreamedStep:
     window_bytes: int
     step: Callable[[int, int], object]
     _buckets: list[Bucket] = field(default_factory=list)
-    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))  # buckets with bytes in a chunk, ascending
+    # buckets with bytes in a chunk, ascending
+    _uses: defaultdict[RangeChunk, list[int]] = field(default_factory=lambda: defaultdict(list))
     _fetched: int = 0  # the number of buckets that have memory
     _vacated: int = 0  # the number of buckets that have left
     _before: frozenset[int] = frozenset()
-    """The storages (`_cdata`) of state outside the ranges when the step begins: a later bucket may step with it, so it is taken in last."""
+    """The storages (`_cdata`) of state outside the ranges when the step begins: a later bucket may
+    step with it, so it is taken in last."""
     _is_tight: bool = False  # whether the device lacks memory for buckets ahead
     _done: Streamed = field(default_factory=Streamed)
 
     def run(self) -> Streamed:
-        """Make the step. Returns when all state is complete on the host and its memory is given back. After an error what was stepped has
-        its new state, everything else its old state, on the host."""
+        """Make the step. Returns when all state is complete on the host and its memory is given
+        back. After an error what was stepped has its new state, everything else its old state, on
+        the host."""
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
         for index, bucket in enumerate(self._buckets):
@@ -161,11 +193,14 @@ class StreamedStep:
             for r in holding.ranges:
                 r.pages.discard_unusable(aside)
             aside.release()
-            chunk_pool.room_bytes -= holding.prefetched_bytes  # what is aside is a part of the window
+            # what is aside is a part of the window
+            chunk_pool.room_bytes -= holding.prefetched_bytes
             holding.stage = Stage.STEPPING
             if creates:
                 with without_modes():
-                    self._before = frozenset(adoptee.storage._cdata for adoptee in holding.scanner.rescan().lasting)
+                    self._before = frozenset(
+                        adoptee.storage._cdata for adoptee in holding.scanner.rescan().lasting
+                    )
             device.order()  # the steps come behind the gradients
             self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
@@ -181,20 +216,27 @@ class StreamedStep:
                 device.order()
                 holding.make_consistent(chunk_pool)
             except Exception as failure:  # tried again at the next step or phase transition
-                error.add_note(f"placement: the state of {holding.name!r} could not go back to the host yet: {failure}")
+                error.add_note(
+                    f"placement: the state of {holding.name!r} could not go back to the host yet: "
+                    f"{failure}"
+                )
             raise
         finally:
             chunk_pool.release()
         if creates:
-            self._buckets.clear()  # their ranges hold the new storages, which would count as references below
+            # their ranges hold the new storages, which would count as references below
+            self._buckets.clear()
             with without_modes():
                 holding.count_uses()
-            device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
+            # the memory in which state was created is in torch's cache, where nobody else can use
+            # it
+            device.trim()
         self._done.to_device_bytes += self._done.early_bytes
         return self._done
 
     def _fetch_ahead(self, until: int, chunk_pool: ChunkPool) -> None:
-        """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
+        """Fetch the buckets before `until`, in order, as far as the window and the device have
+        room."""
         while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
             bucket = self._buckets[self._fetched]
             more_bytes = bucket.unborn_bytes + bytes_of(self._lacking(bucket))
@@ -204,10 +246,15 @@ class StreamedStep:
                 self._fetch(bucket, chunk_pool)
             except DeviceMemoryError as error:
                 self._is_tight = True
-                logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, str(error))
+                logger.warning(
+                    "%s: its step streams bucket by bucket, with none ahead: %s",
+                    self.holding.name,
+                    str(error),
+                )
 
     def _fetch_now(self, index: int, chunk_pool: ChunkPool) -> None:
-        """Fetch the bucket that is stepped next, if it has no memory yet: the buckets before it leave first."""
+        """Fetch the bucket that is stepped next, if it has no memory yet: the buckets before it
+        leave first."""
         if self._fetched > index:
             return
         self._vacate(index, chunk_pool)
@@ -216,8 +263,9 @@ class StreamedStep:
             self._fetch(self._buckets[index], chunk_pool)
         except DeviceMemoryError as error:
             error.add_note(
-                f"placement: step() of {self.holding.name!r} stopped before its bucket {index + 1} of {len(self._buckets)}; the parameters "
-                "before it are stepped. Make streamed_bucket_bytes smaller, or leave more device memory free in this phase."
+                f"placement: step() of {self.holding.name!r} stopped before its bucket {index + 1} "
+                f"of {len(self._buckets)}; the parameters before it are stepped. Make "
+                "streamed_bucket_bytes smaller, or leave more device memory free in this phase."
             )
             raise
 
@@ -239,7 +287,9 @@ class StreamedStep:
         self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:
-        return self.holding.chunk_bytes + sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
+        return self.holding.chunk_bytes + sum(
+            bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched]
+        )
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
         return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
@@ -254,12 +304,22 @@ class StreamedStep:
             self.step(bucket.first, bucket.last)
             if bucket.unborn_bytes:
                 with without_modes():
-                    leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
-                    copied = {adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()}
+                    leaving = [
+                        each.fresh
+                        for each in self._buckets[self._vacated : index]
+                        if each.fresh is not None
+                    ]
+                    copied = {
+                        adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()
+                    }
                     bucket.fresh = self.holding.adopt_created(copied | self._before)
                 self._done.to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.
-            bucket.leaving = tuple(each for each in bucket.chunks if not any(index < later <= index + AHEAD for later in self._uses[each]))
+            bucket.leaving = tuple(
+                each
+                for each in bucket.chunks
+                if not any(index < later <= index + AHEAD for later in self._uses[each])
+            )
             for r, run in page_runs(bucket.leaving):
                 self._done.to_host_bytes += r.pages.save(run)
             bucket.left = device.mark("to_host")
@@ -280,12 +340,20 @@ class StreamedStep:
             self._vacated += 1
 
     def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
-        """Take the chunks away that stay for buckets after this one, which has no room beside them."""
+        """Take the chunks away that stay for buckets after this one, which has no room beside
+        them."""
         device, wanted = self.holding.device, {*bucket.chunks}
-        kept = [(r, index) for r in self.holding.ranges for index in r.pages.at(Behind.OWN, Behind.ASIDE) if (r, index) not in wanted]
+        kept = [
+            (r, index)
+            for r in self.holding.ranges
+            for index in r.pages.at(Behind.OWN, Behind.ASIDE)
+            if (r, index) not in wanted
+        ]
         if not kept:
             return
-        device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left
+        # the copies come behind the steps: nothing else waits for a bucket of which no chunk has
+        # left
+        device.order()
         for r, run in page_runs(kept):
             self._done.to_host_bytes += r.pages.save(run)
         for r, run in page_runs(kept):

@@ -1,4 +1,5 @@
-"""The cases with an `sglang.Engine` of the trainer's process. They run in a process of `Apart`, which builds the engine once."""
+"""The cases with an `sglang.Engine` of the trainer's process. They run in a process of `Apart`,
+which builds the engine once."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def end() -> None:
 
 def generate(asked: models.Tokens) -> models.Tokens:
     greedy = {"temperature": 0.0, "max_new_tokens": models.NEW_TOKENS, "ignore_eos": True}
-    return [[*answer["output_ids"]] for answer in _engines[0].generate(input_ids=asked, sampling_params=greedy)]
+    return [
+        [*answer["output_ids"]]
+        for answer in _engines[0].generate(input_ids=asked, sampling_params=greedy)
+    ]
 
 
 def resume(engine: SglangInProcess) -> None:
@@ -74,7 +78,8 @@ def discarded() -> None:
 
 
 def after_close() -> None:
-    """`close` leaves the engine as it is. Its own resume brings back what it generated with, if it keeps its weights."""
+    """`close` leaves the engine as it is. Its own resume brings back what it generated with, if it
+    keeps its weights."""
     with job() as made:
         made.step(6, is_twice=False)
         made.manager.close()

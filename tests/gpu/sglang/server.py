@@ -20,7 +20,8 @@ from tests.gpu.vllm.server import ask, free_port, started
 
 
 def options() -> dict[str, Any]:
-    """The options of every engine here, by the names of `sglang.Engine`: no kernels that are compiled for minutes, a small KV cache."""
+    """The options of every engine here, by the names of `sglang.Engine`: no kernels that are
+    compiled for minutes, a small KV cache."""
     config = models.config()
     head_size = config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
@@ -41,10 +42,16 @@ def running(folder: str, log: Path, *, keeps_weights: bool = True) -> Iterator[t
     """A server of the model. Gives its address and the number of its process group.
 
     Args:
-        keeps_weights: whether the weights go to the host with the memory. Otherwise they are discarded.
+        keeps_weights: whether the weights go to the host with the memory. Otherwise they are
+        discarded.
     """
     port = free_port()
-    flags = ["skip-tokenizer-init", "disable-cuda-graph", "skip-server-warmup", "enable-memory-saver"]
+    flags = [
+        "skip-tokenizer-init",
+        "disable-cuda-graph",
+        "skip-server-warmup",
+        "enable-memory-saver",
+    ]
     flags += ["enable-weights-cpu-backup"] if keeps_weights else []
     given = {"model-path": folder, "dtype": "bfloat16", "host": "127.0.0.1", "port": port}
     given |= {name.replace("_", "-"): value for name, value in options().items()}
@@ -54,21 +61,32 @@ def running(folder: str, log: Path, *, keeps_weights: bool = True) -> Iterator[t
         yield found
 
 
-def complete(url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS) -> list[tuple[list[int], str]]:
+def complete(
+    url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS
+) -> list[tuple[list[int], str]]:
     wanted = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     answers = ask(url, "/generate", {"input_ids": prompts, "sampling_params": wanted})
-    return [([*answer["output_ids"]], answer["meta_info"]["finish_reason"]["type"]) for answer in answers]
+    return [
+        ([*answer["output_ids"]], answer["meta_info"]["finish_reason"]["type"])
+        for answer in answers
+    ]
 
 
 def generate(url: str, prompts: models.Tokens) -> models.Tokens:
     return [tokens for tokens, _ in complete(url, prompts)]
 
 
-def complete_one(url: str, prompt: list[int], num_tokens: int, begun: threading.Event) -> tuple[list[int], str]:
+def complete_one(
+    url: str, prompt: list[int], num_tokens: int, begun: threading.Event
+) -> tuple[list[int], str]:
     """Like `complete`, for one prompt. Sets `begun` when the first tokens are there."""
     wanted = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": wanted, "stream": True}
-    request = Request(f"{url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    request = Request(
+        f"{url}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
     last: Any = None
     with urlopen(request, timeout=120) as answer:
         for line in answer:
@@ -94,13 +112,18 @@ class Sender:
         written = io.BytesIO()
         ForkingPickler(written).dump([*bucket])
         tensors = base64.b64encode(written.getvalue()).decode()
-        said = ask(self._url, "/update_weights_from_tensor", {"serialized_named_tensors": [tensors], "flush_cache": False})
+        said = ask(
+            self._url,
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [tensors], "flush_cache": False},
+        )
         assert said["success"], said
         torch.cuda.ipc_collect()
 
 
 def resume(url: str, tags: list[str]) -> None:
-    """Bring these tags back without placement, weights first. A resume of what was not released kills the server."""
+    """Bring these tags back without placement, weights first. A resume of what was not released
+    kills the server."""
     for tag in tags:
         ask(url, "/resume_memory_occupation", {"tags": [tag]})
     ask(url, "/continue_generation", {})

@@ -1,4 +1,5 @@
-"""A process of its own, in which functions run one after the other: vLLM can sleep in one instance a process."""
+"""A process of its own, in which functions run one after the other: vLLM can sleep in one instance
+a process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def _begin(environment: dict[str, str]) -> None:
 
 
 class Apart:
-    """A spawned process that lives until `close`. What a function raises there is raised here, with its traceback.
+    """A spawned process that lives until `close`. What a function raises there is raised here, with
+    its traceback.
 
     Args:
         environment: variables that are set before anything is imported there.
@@ -23,10 +25,15 @@ class Apart:
 
     def __init__(self, **environment: str) -> None:
         context = torch.multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(environment,))
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=context, initializer=_begin, initargs=(environment,)
+        )
 
-    def run(self, function: Callable[..., Any], *arguments: Any, deadline_seconds: float = 240.0) -> Any:
-        """Run a function of a module that can be imported; it, its arguments and its result are pickled.
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, deadline_seconds: float = 240.0
+    ) -> Any:
+        """Run a function of a module that can be imported; it, its arguments and its result are
+        pickled.
 
         Raises:
             TimeoutError: it takes longer. The process is ended.

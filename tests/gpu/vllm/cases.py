@@ -1,4 +1,5 @@
-"""The cases with a server of either kind beside the trainer, on the same GPU. They run in a process of `Apart`, the trainer's.
+"""The cases with a server of either kind beside the trainer, on the same GPU. They run in a process
+of `Apart`, the trainer's.
 
 `ends` is the name of the module that knows the kind of server: it makes a job, and asks for tokens.
 """
@@ -42,8 +43,12 @@ def drained(ends: str, url: str) -> None:
             futures = _module(ends).begun(made, url, pool, LONG)
             step.switch("log_prob", only=["actor"])
             answers = [future.result(30) for future in futures]
-            assert [(len(tokens), reason) for tokens, reason in answers] == [(LONG, "length")] * IN_FLIGHT
-            models.assert_generated_by(made.module, made.asked, [tokens[: models.NEW_TOKENS] for tokens, _ in answers])
+            assert [(len(tokens), reason) for tokens, reason in answers] == [
+                (LONG, "length")
+            ] * IN_FLIGHT
+            models.assert_generated_by(
+                made.module, made.asked, [tokens[: models.NEW_TOKENS] for tokens, _ in answers]
+            )
         assert_nothing_resident(made.manager)
 
 
@@ -62,13 +67,16 @@ def aborted(ends: str, url: str) -> None:
 
 
 def held_back(ends: str, url: str) -> None:
-    """A request that comes while the memory is away is answered later, with the weights that are there then."""
+    """A request that comes while the memory is away is answered later, with the weights that are
+    there then."""
     with _module(ends).job(url, weights="discard") as made, ThreadPoolExecutor(1) as pool:
         made.step(8, is_twice=False)
         with made.manager.phase("train") as step:
             models.change(made.module, 9)
             future = pool.submit(_module(ends).server.complete, url, made.asked)
-            time.sleep(1)  # an answer that did not wait would be here by then; on a slow machine this cannot fail wrongly
+            # an answer that did not wait would be here by then; on a slow machine this cannot fail
+            # wrongly
+            time.sleep(1)
             assert not future.done()
             step.switch("weight_sync")
             made.publish()
@@ -100,7 +108,8 @@ def trains_on_without(made: Job, end: Any) -> None:
         with pytest.raises(EngineLost):
             step.switch("train")
         assert made.rollout.broken is not None
-        made.engine.assume(offloaded=["weights", "kv_cache"])  # the driver took it back when the process ended
+        # the driver took it back when the process ended
+        made.engine.assume(offloaded=["weights", "kv_cache"])
         step.switch("train")
         assert made.actor.state is State.TRAINING
     with pytest.raises(EngineError):

@@ -1,4 +1,5 @@
-"""The model that every engine of these tests starts with, and the skip where vLLM is not installed."""
+"""The model that every engine of these tests starts with, and the skip where vLLM is not
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cases with a `vllm.LLM` in the trainer's process. They run in a process of `Apart`, which builds the engine once."""
+"""The cases with a `vllm.LLM` in the trainer's process. They run in a process of `Apart`, which
+builds the engine once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.group.part_worker import little_left
 
 WAKES = ("weights", "kv_cache")
 BEYOND_THE_DEVICE = 1 << 40
-"""A budget with which a plan is tried although there is no memory for it, as where others take memory that the manager does not see."""
+"""A budget with which a plan is tried although there is no memory for it, as where others take
+memory that the manager does not see."""
 _llms: list[Any] = []
 _folders: list[str] = []
 
@@ -49,8 +51,12 @@ def build(folder: str, sleeps: bool = True) -> None:
 def generate(asked: models.Tokens) -> models.Tokens:
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=models.NEW_TOKENS, ignore_eos=True, detokenize=False)
-    answers = _llms[0].generate([{"prompt_token_ids": prompt} for prompt in asked], greedy, use_tqdm=False)
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=models.NEW_TOKENS, ignore_eos=True, detokenize=False
+    )
+    answers = _llms[0].generate(
+        [{"prompt_token_ids": prompt} for prompt in asked], greedy, use_tqdm=False
+    )
     return [[*answer.outputs[0].token_ids] for answer in answers]
 
 
@@ -104,7 +110,9 @@ def unfinished_requests() -> None:
         step.switch("rollout")
         core = _llms[0].llm_engine
         core.add_request(
-            "left behind", {"prompt_token_ids": made.asked[0]}, SamplingParams(max_tokens=4, detokenize=False, ignore_eos=True)
+            "left behind",
+            {"prompt_token_ids": made.asked[0]},
+            SamplingParams(max_tokens=4, detokenize=False, ignore_eos=True),
         )
         with pytest.raises(EngineError, match="has unfinished requests"):
             step.switch("train")
@@ -116,7 +124,8 @@ def unfinished_requests() -> None:
 
 
 def after_close() -> None:
-    """`close` gives the engine back as it is: asleep. Its own wake brings back what it generated with."""
+    """`close` gives the engine back as it is: asleep. Its own wake brings back what it generated
+    with."""
     with job("keep") as made:
         made.step(6, is_twice=False)
         made.manager.close()
@@ -145,7 +154,10 @@ def no_room_for_the_plan() -> None:
     """The tags have been measured: what does not fit is refused before anything is sent."""
     with job("keep") as made:
         made.step(7, is_twice=False)
-        with little_left(made.manager.device, sum(_blocks("weights")) // 2), pytest.raises(DeviceMemoryError):
+        with (
+            little_left(made.manager.device, sum(_blocks("weights")) // 2),
+            pytest.raises(DeviceMemoryError),
+        ):
             made.manager.phase("rollout").__enter__()
         assert _llms[0].llm_engine.is_sleeping()
         with made.manager.phase("rollout"):
@@ -153,10 +165,14 @@ def no_room_for_the_plan() -> None:
 
 
 def no_room_for_the_weights() -> None:
-    """vLLM has no memory for the first block. Placement cannot know that it was the first, so it asks for a sync."""
+    """vLLM has no memory for the first block. Placement cannot know that it was the first, so it
+    asks for a sync."""
     with job("keep", budget_bytes=BEYOND_THE_DEVICE) as made:
         made.step(8, is_twice=False)
-        with little_left(made.manager.device, _blocks("weights")[0] // 2), pytest.raises(EngineError, match="out of memory") as raised:
+        with (
+            little_left(made.manager.device, _blocks("weights")[0] // 2),
+            pytest.raises(EngineError, match="out of memory") as raised,
+        ):
             made.manager.phase("rollout").__enter__()
         assert not isinstance(raised.value, EngineLost)
         assert made.rollout.state is State.CPU_OFFLOADED
@@ -166,11 +182,15 @@ def no_room_for_the_weights() -> None:
 
 
 def no_room_for_the_kv_cache() -> None:
-    """The weights cannot leave before the KV cache has been back once, so they stay until there is room for it."""
+    """The weights cannot leave before the KV cache has been back once, so they stay until there is
+    room for it."""
     with job("keep", budget_bytes=BEYOND_THE_DEVICE) as made:
         made.step(10, is_twice=False)
         left = sum(_blocks("weights")) + _blocks("kv_cache")[0] // 2
-        with little_left(made.manager.device, left), pytest.raises(EngineError, match="out of memory"):
+        with (
+            little_left(made.manager.device, left),
+            pytest.raises(EngineError, match="out of memory"),
+        ):
             made.manager.phase("rollout").__enter__()
         assert made.engine.residency.resident_tags == {"weights"}
         assert made.manager.snapshot().unpaired_bytes > 0
@@ -180,13 +200,15 @@ def no_room_for_the_kv_cache() -> None:
 
 
 def room_for_a_part_of_the_kv_cache() -> None:
-    """What is back cannot be mapped again: the engine is lost, everything else goes on. The last case of its process."""
+    """What is back cannot be mapped again: the engine is lost, everything else goes on. The last
+    case of its process."""
     made = Job(VllmInProcess(_llms[0]), generate, budget_bytes=BEYOND_THE_DEVICE)
     made.step(11, is_twice=False)
     left = sum(_blocks("weights")) + 3 * _blocks("kv_cache")[0] // 2
     with little_left(made.manager.device, left), pytest.raises(EngineError, match="out of memory"):
         made.manager.phase("rollout").__enter__()
-    with pytest.raises((EngineLost, BrokenHandleError), match="vLLM cannot bring back the rest"):  # or the way back has found it already
+    # or the way back has found it already
+    with pytest.raises((EngineLost, BrokenHandleError), match="vLLM cannot bring back the rest"):
         made.manager.phase("rollout").__enter__()
     assert made.rollout.broken is not None
     made.manager.unregister("rollout")

@@ -1,4 +1,5 @@
-"""A trainer beside an engine on one GPU: the actor, its optimizer, the manager, and what the driver says at each phase."""
+"""A trainer beside an engine on one GPU: the actor, its optimizer, the manager, and what the driver
+says at each phase."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _mesh() -> Any:
 
 
 def _on_any_rank(flag: bool) -> bool:
-    """Whether it is so on some rank. A follower does not know about the weights, and all ranks publish together."""
+    """Whether it is so on some rank. A follower does not know about the weights, and all ranks
+    publish together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
     flags = [False] * dist.get_world_size()
@@ -59,7 +61,9 @@ def lora(device: str) -> Any:
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
     # A large alpha: the adapters alone have to change what is generated.
-    return get_peft_model(models.model(1, device), LoraConfig(r=16, lora_alpha=256, target_modules=names)).eval()
+    return get_peft_model(
+        models.model(1, device), LoraConfig(r=16, lora_alpha=256, target_modules=names)
+    ).eval()
 
 
 ACTORS: dict[str, Callable[[str], Any]] = {each.__name__: each for each in (plain, fsdp2, lora)}
@@ -75,19 +79,30 @@ class Job:
         options: options of the manager.
     """
 
-    def __init__(self, engine: TaggedEngine, generate: Generate, kind: str = "plain", *, device: str = "cuda:0", **options: Any) -> None:
+    def __init__(
+        self,
+        engine: TaggedEngine,
+        generate: Generate,
+        kind: str = "plain",
+        *,
+        device: str = "cuda:0",
+        **options: Any,
+    ) -> None:
         self.engine, self.generate, self.kind = engine, generate, kind
         self.manager = Manager(device=device, **options)
         self.rollout = self.manager.register("rollout", engine, role="rollout")
         self.module = ACTORS[kind](device)
-        self.optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1e-3)
+        self.optimizer = torch.optim.SGD(
+            [p for p in self.module.parameters() if p.requires_grad], lr=1e-3
+        )
         self.actor = self.manager.register("actor", self.module, role="actor")
         self.manager.register("actor.optimizer", self.optimizer)
         self.asked = models.prompts()
         self.answered: models.Tokens = []
 
     def used_bytes(self) -> int:
-        """Device bytes in use as the driver counts them, without the actor's and without what torch's allocator keeps."""
+        """Device bytes in use as the driver counts them, without the actor's and without what
+        torch's allocator keeps."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -95,7 +110,8 @@ class Job:
         return int(total - free - (0 if holding is None else holding.chunk_bytes))
 
     def publish(self, *, buckets: int | None = None) -> int:
-        """Publish the actor's weights, or only the first few buckets of them. Returns the number of buckets sent."""
+        """Publish the actor's weights, or only the first few buckets of them. Returns the number of
+        buckets sent."""
         publishing = self.actor.weights(bucket_bytes=BUCKET_BYTES, dtype=torch.bfloat16)
         sent = 0
         for bucket in publishing:
@@ -111,11 +127,13 @@ class Job:
         return self.answered
 
     def step(self, number: int, *, is_twice: bool = True) -> dict[str, int]:
-        """One step: train, publish, roll out, look at the answers. Returns the bytes in use at each of its places.
+        """One step: train, publish, roll out, look at the answers. Returns the bytes in use at each
+        of its places.
 
         Args:
             number: of the step; the actor's values follow from it.
-            is_twice: with a second sync in the middle of the rollout, for which the KV cache alone gives way.
+            is_twice: with a second sync in the middle of the rollout, for which the KV cache alone
+            gives way.
         """
         seen: dict[str, int] = {}
         with self.manager.phase("train") as step:
@@ -132,7 +150,8 @@ class Job:
             if is_twice:
                 step.switch("weight_sync")
                 seen["second weight_sync"] = self.used_bytes()
-                if _on_any_rank(self.engine.residency.stale is not None):  # this vLLM cannot keep the weights then
+                # this vLLM cannot keep the weights then
+                if _on_any_rank(self.engine.residency.stale is not None):
                     self.publish()
                 step.switch("rollout")
                 answers.append(self.roll_out())
@@ -146,7 +165,8 @@ class Job:
 
 
 def assert_bytes(steps: list[dict[str, int]], weights_bytes: int) -> None:
-    """Assert that the driver sees the engine's parts where the plan wants them, and nothing of them elsewhere, in every step.
+    """Assert that the driver sees the engine's parts where the plan wants them, and nothing of them
+    elsewhere, in every step.
 
     The first step is left out: libraries load their kernels in it.
     """
@@ -159,7 +179,9 @@ def assert_bytes(steps: list[dict[str, int]], weights_bytes: int) -> None:
             assert weights_bytes - SLACK_BYTES < held < weights_bytes + SLACK_BYTES, (place, seen)
         both = weights_bytes + KV_CACHE_BYTES
         assert both - SLACK_BYTES < seen["rollout"] - base < both + SLACK_BYTES, seen
-    assert abs(steps[-1]["idle"] - steps[-2]["idle"]) < LEAK_BYTES, "each step leaves something on the device"
+    assert abs(steps[-1]["idle"] - steps[-2]["idle"]) < LEAK_BYTES, (
+        "each step leaves something on the device"
+    )
 
 
 @contextmanager

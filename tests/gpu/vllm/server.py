@@ -30,22 +30,33 @@ class ServerError(RuntimeError):
 
 
 def ask(url: str, path: str, body: Any = None, *, timeout: float = 120.0) -> Any:
-    """POST a JSON object, or GET where there is none. Returns the answer as JSON, or as text where it is none."""
+    """POST a JSON object, or GET where there is none. Returns the answer as JSON, or as text where
+    it is none."""
     payload = None if body is None else json.dumps(body).encode()
     request = Request(f"{url}{path}", data=payload, headers={"Content-Type": "application/json"})
     try:
         with urlopen(request, timeout=timeout) as answer:
             said = answer.read().decode()
     except HTTPError as error:  # it cannot be pickled, and a case raises in another process
-        raise ServerError(f"{path} was answered with {error.code}: {error.read().decode(errors='replace')[:_SHOWN]}") from None
+        raise ServerError(
+            f"{path} was answered with {error.code}: "
+            f"{error.read().decode(errors='replace')[:_SHOWN]}"
+        ) from None
     try:
         return json.loads(said)
     except ValueError:
         return said
 
 
-def complete(url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS) -> list[tuple[list[int], str]]:
-    wanted = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+def complete(
+    url: str, prompts: models.Tokens, num_tokens: int = models.NEW_TOKENS
+) -> list[tuple[list[int], str]]:
+    wanted = {
+        "max_tokens": num_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     said = ask(url, "/v1/completions", {"model": "model", "prompt": prompts, **wanted})
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
     return [(choice["token_ids"] or [], choice["finish_reason"]) for choice in choices]
@@ -65,7 +76,11 @@ class Sender:
         import torch
 
         torch.cuda.synchronize()  # the other process does not see this one's streams
-        said = ask(self._url, "/collective_rpc", {"method": "take_bucket", "args": [pickled_handles(bucket)]})
+        said = ask(
+            self._url,
+            "/collective_rpc",
+            {"method": "take_bucket", "args": [pickled_handles(bucket)]},
+        )
         assert {*said["results"]} == {"taken"}
         torch.cuda.ipc_collect()
 
@@ -82,7 +97,9 @@ def _visible(gpus: Sequence[int]) -> str:
 
 
 @contextmanager
-def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool = True) -> Iterator[tuple[str, int]]:
+def running(
+    folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool = True
+) -> Iterator[tuple[str, int]]:
     """A server of the model. Gives its address and the number of its process group.
 
     Args:
@@ -90,9 +107,19 @@ def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool 
         sleeps: with sleep mode.
     """
     port = free_port()
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpus), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "CUDA_VISIBLE_DEVICES": _visible(gpus),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    options = {"model": folder, "served-model-name": "model", "host": "127.0.0.1", "port": port, "dtype": "bfloat16"}
+    options = {
+        "model": folder,
+        "served-model-name": "model",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "bfloat16",
+    }
     options |= {
         "max-model-len": models.CONTEXT,
         "max-num-seqs": 16,
@@ -100,12 +127,26 @@ def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool 
         "gpu-memory-utilization": 0.2,
         "generation-config": "vllm",
     }
-    options |= {"kv-cache-memory-bytes": KV_CACHE_BYTES, "worker-extension-cls": "tests.gpu.vllm.worker.TakesWeights"}
+    options |= {
+        "kv-cache-memory-bytes": KV_CACHE_BYTES,
+        "worker-extension-cls": "tests.gpu.vllm.worker.TakesWeights",
+    }
     options |= {"tensor-parallel-size": len(gpus)}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+    ]
     command += ["--enable-sleep-mode"] if sleeps else []
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with started(command, {**environment, "PYTHONPATH": os.pathsep.join(paths)}, f"http://127.0.0.1:{port}", log) as found:
+    with started(
+        command,
+        {**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        f"http://127.0.0.1:{port}",
+        log,
+    ) as found:
         yield found
 
 
@@ -115,11 +156,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> Iterator[tuple[str, int]]:
-    """A server's process, from when the server answers. Gives its address and the number of its process group."""
+def started(
+    command: Sequence[str], environment: Mapping[str, str], url: str, log: Path
+) -> Iterator[tuple[str, int]]:
+    """A server's process, from when the server answers. Gives its address and the number of its
+    process group."""
     with log.open("wb") as written:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env={**os.environ, **environment},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _await(process, url, log)

@@ -12,7 +12,11 @@ from tests.gpu.vllm.apart import Apart
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 CORE_HERE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-CORE_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+CORE_APART = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 
 
 def started(folder: str, environment: dict[str, str], *, sleeps: bool = True) -> Iterator[Apart]:

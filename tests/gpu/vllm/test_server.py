@@ -24,12 +24,18 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.mark.parametrize("kind", ["plain", "lora", "fsdp2"])
 @pytest.mark.parametrize("weights", ["keep", "discard"])
-def test_steps_with_an_actor_of_each_kind(server: tuple[str, int], trainer: Apart, weights: str, kind: str) -> None:
+def test_steps_with_an_actor_of_each_kind(
+    server: tuple[str, int], trainer: Apart, weights: str, kind: str
+) -> None:
     trainer.run(functools.partial(cases.steps, ENDS, server[0], kind, weights=weights))
 
 
-@pytest.mark.parametrize("case", [cases.drained, cases.aborted, cases.held_back], ids=lambda case: case.__name__)
-def test_requests(server: tuple[str, int], trainer: Apart, case: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize(
+    "case", [cases.drained, cases.aborted, cases.held_back], ids=lambda case: case.__name__
+)
+def test_requests(
+    server: tuple[str, int], trainer: Apart, case: Callable[[str, str], None]
+) -> None:
     trainer.run(case, ENDS, server[0])
 
 
@@ -41,6 +47,8 @@ def test_a_server_that_is_killed_in_a_rollout(server: tuple[str, int], trainer: 
     trainer.run(serving.killed, *server)
 
 
-def test_a_server_without_sleep_mode_is_refused(folder: str, tmp_path_factory: pytest.TempPathFactory, trainer: Apart) -> None:
+def test_a_server_without_sleep_mode_is_refused(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, trainer: Apart
+) -> None:
     with running(folder, tmp_path_factory.mktemp("awake") / "log", sleeps=False) as (url, _):
         trainer.run(serving.without_sleep_mode, url)

@@ -21,11 +21,14 @@ DEADLINE_SECONDS = 120.0
 
 def group(generation: int) -> StoreGroup:
     store = dist.distributed_c10d._get_default_store()
-    return StoreGroup(store, dist.get_rank(), dist.get_world_size(), DEADLINE_SECONDS, generation=generation)
+    return StoreGroup(
+        store, dist.get_rank(), dist.get_world_size(), DEADLINE_SECONDS, generation=generation
+    )
 
 
 class Saving:
-    """The `send` of a server of several ranks: the weights go to a folder, from which each worker reads its part."""
+    """The `send` of a server of several ranks: the weights go to a folder, from which each worker
+    reads its part."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self._folder = url, folder
@@ -44,8 +47,15 @@ class Saving:
 
 
 def _steps(engine: TaggedEngine, urls: list[str], generation: int) -> None:
-    """Three steps of an FSDP2 actor on both ranks. Every server is asked by every rank, since all ranks have the same weights."""
-    made = Job(engine, functools.partial(_ask_all, urls), "fsdp2", device=f"cuda:{dist.get_rank()}", group=group(generation))
+    """Three steps of an FSDP2 actor on both ranks. Every server is asked by every rank, since all
+    ranks have the same weights."""
+    made = Job(
+        engine,
+        functools.partial(_ask_all, urls),
+        "fsdp2",
+        device=f"cuda:{dist.get_rank()}",
+        group=group(generation),
+    )
     dist.barrier()  # the engine is off both devices
     idle = [made.step(number)["idle"] for number in range(1, 4)]
     assert abs(idle[2] - idle[1]) < 8 << 20
@@ -64,14 +74,22 @@ def _ask_all(urls: list[str], asked: models.Tokens) -> models.Tokens:
 def an_engine_each(urls: list[str], generation: int) -> None:
     """Each rank has a server on its own GPU, and sends it the gathered weights."""
     url = urls[dist.get_rank()]
-    _steps(VllmServer(url, send=server.Sender(url), weights="discard", deadline_seconds=DEADLINE_SECONDS), urls, generation)
+    _steps(
+        VllmServer(
+            url, send=server.Sender(url), weights="discard", deadline_seconds=DEADLINE_SECONDS
+        ),
+        urls,
+        generation,
+    )
 
 
 def one_engine(url: str, folder: str, generation: int) -> None:
     sizes = {"weights": models.weights_bytes() // 2, "kv_cache": KV_CACHE_BYTES}
     if dist.get_rank() == 0:
         send = Saving(url, Path(folder))
-        leader = VllmServer(url, send=send, weights="discard", tag_bytes=sizes, deadline_seconds=DEADLINE_SECONDS)
+        leader = VllmServer(
+            url, send=send, weights="discard", tag_bytes=sizes, deadline_seconds=DEADLINE_SECONDS
+        )
         _steps(leader, [url], generation)
     else:
         _steps(Follower(tag_bytes=sizes), [url], generation)

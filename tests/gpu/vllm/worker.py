@@ -1,4 +1,5 @@
-"""The part of these tests that runs in the workers of a vLLM server: it takes weights by CUDA IPC."""
+"""The part of these tests that runs in the workers of a vLLM server: it takes weights by CUDA
+IPC."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 STORAGE_DEVICE = 6
-"""The place of the device's number among the arguments of `rebuild_cuda_tensor`; each process numbers its devices for itself."""
+"""The place of the device's number among the arguments of `rebuild_cuda_tensor`; each process
+numbers its devices for itself."""
 
 
 def pickled_handles(bucket: Any) -> str:
-    """The IPC handles of a bucket's tensors, as text. The tensors must live until the receiver has answered."""
+    """The IPC handles of a bucket's tensors, as text. The tensors must live until the receiver has
+    answered."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    return base64.b64encode(pickle.dumps([(name, reduce_tensor(tensor)[1]) for name, tensor in bucket])).decode()
+    return base64.b64encode(
+        pickle.dumps([(name, reduce_tensor(tensor)[1]) for name, tensor in bucket])
+    ).decode()
 
 
 class TakesWeights:

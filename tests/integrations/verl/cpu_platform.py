@@ -1,4 +1,5 @@
-"""A platform of verl that computes on the CPU, since verl brings none: registered as its own platforms are."""
+"""A platform of verl that computes on the CPU, since verl brings none: registered as its own
+platforms are."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from verl.plugin.platform import PlatformBase, set_platform
 
 
 class CpuIndex(str):
-    """The number of the only device: "cpu" where torch wants a device, "0" in a text such as `f"{device_name}:{index}"`."""
+    """The number of the only device: "cpu" where torch wants a device, "0" in a text such as
+    `f"{device_name}:{index}"`."""
 
     __slots__ = ()
 
@@ -22,7 +24,8 @@ class CpuIndex(str):
 
 
 class DeviceName(str):
-    """The name of the device, which is not equal to "cpu", so that verl can tell the device from the host; torch reads its letters."""
+    """The name of the device, which is not equal to "cpu", so that verl can tell the device from
+    the host; torch reads its letters."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -36,9 +39,20 @@ class DeviceName(str):
 
 def _device_module() -> types.ModuleType:
     module = types.ModuleType("torch.cpu_for_verl")
-    for name in ("empty_cache", "synchronize", "ipc_collect", "set_device", "reset_peak_memory_stats"):
+    for name in (
+        "empty_cache",
+        "synchronize",
+        "ipc_collect",
+        "set_device",
+        "reset_peak_memory_stats",
+    ):
         setattr(module, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):
         setattr(module, name, lambda *_, **__: 0)
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.mem_get_info = lambda *_: (1 << 30, 1 << 30)  # type: ignore[attr-defined]
@@ -99,5 +113,7 @@ class CpuPlatform(_Idle):
 def use_cpu() -> None:
     """Let verl compute on the CPU in this process. Before verl's engines are imported."""
     set_platform(CpuPlatform())
-    # verl asks FSDP1 to broadcast the first rank's values, which torch refuses for values on the CPU, although gloo could.
-    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda states: None
+    # verl asks FSDP1 to broadcast the first rank's values, which torch refuses for values on the
+    # CPU, although gloo could.
+    init_utils = torch.distributed.fsdp._init_utils
+    init_utils._check_module_states_for_sync_module_states = lambda states: None

@@ -1,4 +1,5 @@
-"""Importing this module makes a process one of verl's driver on the CPU. `VERL_USE_EXTERNAL_MODULES` names it, so that all of them are."""
+"""Importing this module makes a process one of verl's driver on the CPU.
+`VERL_USE_EXTERNAL_MODULES` names it, so that all of them are."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def _register_replica() -> None:
 def _register_adapter() -> None:
     from verl.workers.rollout import base
 
-    base._ROLLOUT_REGISTRY[STANDIN, "async"] = "tests.integrations.verl.driver_rollout.StandInAdapter"
+    base._ROLLOUT_REGISTRY[STANDIN, "async"] = (
+        "tests.integrations.verl.driver_rollout.StandInAdapter"
+    )
     if plugin.is_chosen():
         importlib.import_module("placement.integrations.verl.rollout").place(STANDIN)
 
@@ -44,7 +47,8 @@ def _leave_out_what_needs_a_gpu() -> None:
 
 
 use_cpu()
-device.auto_set_device = lambda config: None  # it would write a name into the recipe that is no plain text
+# it would write a name into the recipe that is no plain text
+device.auto_set_device = lambda config: None
 plugin = importlib.import_module("placement.integrations.verl.plugin")
 after_import("verl.workers.rollout.replica", _register_replica)
 after_import("verl.workers.rollout.base", _register_adapter)

@@ -1,7 +1,9 @@
-"""A rollout for verl's driver on the CPU: a replica, its server, and the adapter in the worker, with the life of vLLM's.
+"""A rollout for verl's driver on the CPU: a replica, its server, and the adapter in the worker,
+with the life of vLLM's.
 
-The server generates no text. Its tokens follow from the prompt and from every byte of the weights that it was given last, so that a wrong
-weight changes all losses after it. It refuses what vLLM could not do: to generate, or to take weights, while they are released.
+The server generates no text. Its tokens follow from the prompt and from every byte of the weights
+that it was given last, so that a wrong weight changes all losses after it. It refuses what vLLM
+could not do: to generate, or to take weights, while they are released.
 """
 
 from __future__ import annotations
@@ -47,21 +49,32 @@ class Server:
         self._weights, self._global_steps = weights, global_steps
         self._asked.clear()
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         if self._awake != TAGS or not self._weights:
-            raise RuntimeError(f"a prompt came while only {sorted(self._awake)} are on the device, with weights {self._weights!r}")
+            raise RuntimeError(
+                f"a prompt came while only {sorted(self._awake)} are on the device, with weights "
+                f"{self._weights!r}"
+            )
         prompt = tuple(prompt_ids)
         self._asked[prompt] += 1
         choose = random.Random(f"{self._weights} {prompt} {self._asked[prompt]}")
         tokens = [choose.randrange(3, self._vocabulary) for _ in range(self._asked[prompt] + 1)]
-        return TokenOutput(token_ids=tokens, stop_reason="completed", extra_fields={"global_steps": self._global_steps})
+        return TokenOutput(
+            token_ids=tokens,
+            stop_reason="completed",
+            extra_fields={"global_steps": self._global_steps},
+        )
 
 
 class StandInReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
     """The driver's end: starts the server and puts it to sleep."""
 
     async def launch_servers(self) -> None:
-        server = ray.remote(Server).options(name=f"standin_server_{self.replica_rank}", max_concurrency=16, num_cpus=0)
+        server = ray.remote(Server).options(
+            name=f"standin_server_{self.replica_rank}", max_concurrency=16, num_cpus=0
+        )
         self._server_handle = server.remote(VOCABULARY)
         self._server_address = f"standin:{self.replica_rank}"
         self.servers = [self._server_handle]
@@ -84,7 +97,9 @@ class StandInAdapter(BaseRollout):  # type: ignore[misc, unused-ignore]
     async def release(self) -> None:
         await self._server.sleep.remote()
 
-    async def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None, **_: Any) -> None:
+    async def update_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None, **_: Any
+    ) -> None:
         digest = hashlib.sha256()
         for name, weight in weights:
             digest.update(name.encode() + as_bytes(weight))

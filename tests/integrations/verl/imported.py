@@ -1,4 +1,5 @@
-"""Importing this module imports verl on the CPU, where it is installed: once, in the process from which those of tests are forked."""
+"""Importing this module imports verl on the CPU, where it is installed: once, in the process from
+which those of tests are forked."""
 
 from __future__ import annotations
 

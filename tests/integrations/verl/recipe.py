@@ -1,4 +1,5 @@
-"""A GRPO recipe for verl's driver with everything that it reads: a model of random values, a tokenizer, prompts, a reward."""
+"""A GRPO recipe for verl's driver with everything that it reads: a model of random values, a
+tokenizer, prompts, a reward."""
 
 from __future__ import annotations
 
@@ -8,26 +9,35 @@ from typing import Any
 
 STANDIN = "standin"
 """The name of the rollout that stands in for vLLM on the CPU."""
-_WORDS = ("<pad>", "<|im_start|>", "<|im_end|>", *"\u010a0123456789+=")  # U+010A is how Qwen writes the end of a line
+# U+010A is how Qwen writes the end of a line
+_WORDS = ("<pad>", "<|im_start|>", "<|im_end|>", *"\u010a0123456789+=")
 _ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 _TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.content + '<|im_end|>\n"
+    "' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
 )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """The reward of an answer; any function will do that tells answers apart."""
     return sum(map(ord, solution_str)) % 97 / 97
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Qwen's tokenizer with a token for each character that a prompt has, and one for each other number of the vocabulary."""
+    """Qwen's tokenizer with a token for each character that a prompt has, and one for each other
+    number of the vocabulary."""
     from transformers import Qwen2Tokenizer
 
     words = {word: number for number, word in enumerate(_WORDS)}
     words |= {f"<{number}>": number for number in range(len(words), vocabulary)}
-    special = {"pad_token": "<pad>", "unk_token": "<pad>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    special = {
+        "pad_token": "<pad>",
+        "unk_token": "<pad>",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+    }
     tokenizer = Qwen2Tokenizer(vocab=words, merges=[], **special)
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -56,7 +66,8 @@ def write_inputs(folder: Path, vocabulary: int, prompts: int) -> None:
 
 
 def options(folder: Path, given: Mapping[str, Any]) -> list[str]:
-    """The recipe as arguments of `python -m verl.trainer.main_ppo`; `given` comes last and may replace any."""
+    """The recipe as arguments of `python -m verl.trainer.main_ppo`; `given` comes last and may
+    replace any."""
     recipe: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "prompts.parquet",
@@ -106,10 +117,14 @@ def tiny() -> dict[str, Any]:
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": 2,
         f"{_ROLLOUT}.calculate_log_probs": False,
         f"{_REF}.log_prob_micro_batch_size_per_gpu": 2,
-        "ray_kwargs.ray_init.num_cpus": 32,  # as many as verl's actors ask for, whatever the machine has
+        # as many as verl's actors ask for, whatever the machine has
+        "ray_kwargs.ray_init.num_cpus": 32,
         "+ray_kwargs.ray_init.num_gpus": 1,
     }
     for engine in (_ACTOR, _REF):
         recipe[f"{engine}.fsdp_config.use_torch_compile"] = False
-        recipe |= {f"+{engine}.fsdp_config.mixed_precision.{name}_dtype": "fp32" for name in ("param", "reduce", "buffer")}
+        recipe |= {
+            f"+{engine}.fsdp_config.mixed_precision.{name}_dtype": "fp32"
+            for name in ("param", "reduce", "buffer")
+        }
     return recipe

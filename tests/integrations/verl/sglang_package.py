@@ -1,6 +1,8 @@
-"""The names of SGLang 0.5.12 that verl's rollout imports, so that verl's own classes can be imported where SGLang is not installed.
+"""The names of SGLang 0.5.12 that verl's rollout imports, so that verl's own classes can be
+imported where SGLang is not installed.
 
-Only what verl calls in these tests does something: requests as plain data, and the sending of weights over verl's HTTP client.
+Only what verl calls in these tests does something: requests as plain data, and the sending of
+weights over verl's HTTP client.
 """
 
 from __future__ import annotations
@@ -51,14 +53,22 @@ class WeightsRequest:
     flush_cache: bool = True
 
 
-async def update_weights(*, engine: Any, params_batch: list[tuple[str, torch.Tensor]], device_mesh_key: str, device_mesh: Any) -> None:
+async def update_weights(
+    *,
+    engine: Any,
+    params_batch: list[tuple[str, torch.Tensor]],
+    device_mesh_key: str,
+    device_mesh: Any,
+) -> None:
     """Gather each rank's part of a bucket on the rank that leads, which sends one request."""
     mesh = device_mesh[device_mesh_key]
     packed = io.BytesIO()
     torch.save([(name, value.detach()) for name, value in params_batch], packed)
     leads = mesh.get_local_rank() == 0
     gathered: list[Any] | None = [None] * mesh.size() if leads else None
-    dist.gather_object(packed.getvalue(), gathered, dst=mesh.mesh.tolist()[0], group=mesh.get_group())
+    dist.gather_object(
+        packed.getvalue(), gathered, dst=mesh.mesh.tolist()[0], group=mesh.get_group()
+    )
     if gathered is not None:
         await engine.update_weights_from_tensor(WeightsRequest(gathered))
 
@@ -76,17 +86,29 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.server_args": {"ServerArgs": ServerArgs},
     "sglang.srt.utils": dict.fromkeys(
-        ("MultiprocessingSerializer", "assert_pkg_version", "is_cuda", "kill_process_tree", "set_prometheus_multiproc_dir", "set_ulimit"),
+        (
+            "MultiprocessingSerializer",
+            "assert_pkg_version",
+            "is_cuda",
+            "kill_process_tree",
+            "set_prometheus_multiproc_dir",
+            "set_ulimit",
+        ),
         _UNUSED,
     ),
     "sglang.srt.weight_sync": {},
-    "sglang.srt.weight_sync.utils": {"update_weights": update_weights, "_preprocess_tensor_for_update_weights": _UNUSED},
+    "sglang.srt.weight_sync.utils": {
+        "update_weights": update_weights,
+        "_preprocess_tensor_for_update_weights": _UNUSED,
+    },
     "sglang.srt.managers": {},
     "sglang.srt.managers.io_struct": {
         "ReleaseMemoryOccupationReqInput": MemoryRequest,
         "ResumeMemoryOccupationReqInput": MemoryRequest,
         "UpdateWeightsFromTensorReqInput": WeightsRequest,
-        **dict.fromkeys(("ContinueGenerationReqInput", "GenerateReqInput", "PauseGenerationReqInput"), _UNUSED),
+        **dict.fromkeys(
+            ("ContinueGenerationReqInput", "GenerateReqInput", "PauseGenerationReqInput"), _UNUSED
+        ),
     },
     "sglang.srt.managers.tokenizer_manager": {"ServerStatus": ServerStatus},
 }

@@ -1,4 +1,5 @@
-"""verl's own ends of an SGLang rollout, the worker's and the driver's, with a stand-in for SGLang's server between them."""
+"""verl's own ends of an SGLang rollout, the worker's and the driver's, with a stand-in for SGLang's
+server between them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class _Memory(Memory):
 
 
 class Server(Sglang0523):
-    """SGLang as verl starts it: with its memory saver, a copy of the weights on the host, and graphs that stay on the device."""
+    """SGLang as verl starts it: with its memory saver, a copy of the weights on the host, and
+    graphs that stay on the device."""
 
     memory_type: ClassVar = _Memory
     tags: ClassVar = tuple(BYTES)
@@ -37,7 +39,8 @@ class Server(Sglang0523):
         super().__init__(shared, keeps_weights=True)
 
     def release(self, query: dict[str, list[str]], body: Any) -> Reply:
-        """torch_memory_saver ends the process at what is paused already; of a tag that does not exist SGLang says nothing."""
+        """torch_memory_saver ends the process at what is paused already; of a tag that does not
+        exist SGLang says nothing."""
         for tag in self.tags_of(body):
             if tag not in BYTES:
                 return self.die(f"{tag} is no tag")
@@ -46,7 +49,8 @@ class Server(Sglang0523):
         return super().release(query, body)
 
     def flush(self, query: dict[str, list[str]], body: Any) -> Reply:
-        """verl flushes while the KV cache is released, as SGLang itself does in a release; that kills only some kinds of models."""
+        """verl flushes while the KV cache is released, as SGLang itself does in a release; that
+        kills only some kinds of models."""
         return (400, "Flush cache failed.\n") if self.in_flight else (200, "Cache flushed.\n")
 
     def update(self, query: dict[str, list[str]], body: Any) -> Reply:
@@ -54,7 +58,8 @@ class Server(Sglang0523):
             return self.die("weights were written to memory that was given away")
         return 200, {"success": True, "message": "Success"}
 
-    reading: ClassVar = Sglang0523.reading | {"/flush_cache"}  # which takes both methods; verl takes GET
+    # which takes both methods; verl takes GET
+    reading: ClassVar = Sglang0523.reading | {"/flush_cache"}
     routes: ClassVar[Routes] = Sglang0523.routes | {
         "/release_memory_occupation": release,
         "/flush_cache": flush,
@@ -80,15 +85,21 @@ class SglangReplica:
         options: fields of `RolloutConfig`.
     """
 
-    def __init__(self, shared: Path, model: Path, *, leads: bool = True, lora_rank: int = 0, **options: Any) -> None:
+    def __init__(
+        self, shared: Path, model: Path, *, leads: bool = True, lora_rank: int = 0, **options: Any
+    ) -> None:
         from verl.workers.config import HFModelConfig, RolloutConfig
         from verl.workers.rollout.replica import RolloutMode
 
         with sglang_package.importable():
             from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
-        self.config = RolloutConfig(name="sglang", tensor_model_parallel_size=dist.get_world_size(), **options)
-        self.model_config = HFModelConfig(path=str(model), load_tokenizer=False, lora_rank=lora_rank)
+        self.config = RolloutConfig(
+            name="sglang", tensor_model_parallel_size=dist.get_world_size(), **options
+        )
+        self.model_config = HFModelConfig(
+            path=str(model), load_tokenizer=False, lora_rank=lora_rank
+        )
         self.server = Server(shared) if leads else None
         self._driver = object.__new__(SGLangHttpServer)  # without the start of a server
         self._driver.config, self._driver.model_config = self.config, self.model_config
@@ -101,7 +112,9 @@ class SglangReplica:
 
     async def _release(self, request: Any, _: None) -> None:
         assert self.server is not None
-        status, _answer = self.server.answer("POST", "/release_memory_occupation", {"tags": request.tags})
+        status, _answer = self.server.answer(
+            "POST", "/release_memory_occupation", {"tags": request.tags}
+        )
         assert status == 200, self.server.accidents
 
     async def sleep(self) -> None:
@@ -118,18 +131,26 @@ class SglangReplica:
             from verl.workers.rollout.sglang_rollout import sglang_rollout
         sglang_rollout.ray = SimpleNamespace(get_actor=self._actor)
         os.environ["RAY_LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-        mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
+        mesh = init_device_mesh(
+            "cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "infer_tp", "infer_pp")
+        )
         return placed(self.config, self.model_config, mesh)
 
     def _actor(self, name: str) -> Any:
         assert name == "sglang_server_0_0"
         assert self.server is not None, "this rank leads no server"
         host, _, port = self.server.url.removeprefix("http://").partition(":")
-        return SimpleNamespace(get_server_address=_Method((host, int(port))), set_global_steps=_Method())
+        return SimpleNamespace(
+            get_server_address=_Method((host, int(port))), set_global_steps=_Method()
+        )
 
     def refuse(self, is_refusing: bool) -> None:
         assert self.server is not None
-        self.server.failing = {"/resume_memory_occupation": (400, {"error": {"message": "not now"}})} if is_refusing else {}
+        self.server.failing = (
+            {"/resume_memory_occupation": (400, {"error": {"message": "not now"}})}
+            if is_refusing
+            else {}
+        )
 
     def die(self, adapter: Any) -> None:
         assert self.server is not None
@@ -142,5 +163,11 @@ class SglangReplica:
     def calls(self) -> list[str]:
         """The calls that woke it and put it to sleep, in the order in which they came."""
         words = {"/resume_memory_occupation": "wake_up", "/release_memory_occupation": "sleep"}
-        sent = [each.split(" ", 2) for each in (self.server.sent if self.server is not None else [])]
-        return [f"{words[path]} {' '.join(json.loads(body)['tags'])}" for _, path, body in sent if path in words]
+        sent = [
+            each.split(" ", 2) for each in (self.server.sent if self.server is not None else [])
+        ]
+        return [
+            (f"{words[path]} {' '.join(json.loads(body)['tags'])}")
+            for _, path, body in sent
+            if path in words
+        ]

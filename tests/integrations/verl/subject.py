@@ -1,4 +1,5 @@
-"""A worker of verl that is watched while it works, and the comparison of two: under placement, and with verl's own offloading."""
+"""A worker of verl that is watched while it works, and the comparison of two: under placement, and
+with verl's own offloading."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ OFF, GPU, SYNC, TRAIN = "CPU_OFFLOADED", "GPU_RESIDENT", "SYNCING", "TRAINING"
 
 @dataclass
 class Seen:
-    """What a worker answered and what its engine holds, as bytes; and where placement had its handles meanwhile."""
+    """What a worker answered and what its engine holds, as bytes; and where placement had its
+    handles meanwhile."""
 
     answers: list[Any] = field(default_factory=list)
     values: dict[str, bytes] = field(default_factory=dict)
@@ -45,7 +47,11 @@ class Subject:
         return self._loss(**arguments)
 
     def states(self) -> dict[str, str]:
-        return {} if self.manager is None else {name: handle.state.value for name, handle in self.manager.handles.items()}
+        return (
+            {}
+            if self.manager is None
+            else {name: handle.state.value for name, handle in self.manager.handles.items()}
+        )
 
     def check(self) -> None:
         """Outside every phase nothing of it is on the device, and verl has it in no mode."""
@@ -83,7 +89,8 @@ class Subject:
         return {name: as_bytes(value) for name, value in published.items()}
 
     def finish(self) -> Seen:
-        """What it answered, and the values of model and optimizer as a checkpoint would have them."""
+        """What it answered, and the values of model and optimizer as a checkpoint would have
+        them."""
         found = {} if self._gathers else {"model": self.engine.module.state_dict()}
         if self.engine.optimizer is not None:
             found["optimizer"] = self.engine.optimizer.state_dict()["state"]
@@ -125,7 +132,12 @@ class Pair(NamedTuple):
 
 def lora_of(*, merge: bool) -> dict[str, Any]:
     """The keyword of `worker.build` for adapters."""
-    return {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
+    return {
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "lora": {"merge": merge},
+    }
 
 
 def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> Pair:
@@ -138,13 +150,17 @@ def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywor
 
 @contextmanager
 def moves_of_verl() -> Iterator[list[mock.Mock]]:
-    """verl's own routines that offload a model, or move an optimizer; each knows whether it was called meanwhile."""
+    """verl's own routines that offload a model, or move an optimizer; each knows whether it was
+    called meanwhile."""
     from verl.workers.engine.fsdp import transformer_impl
 
     names = ("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer", "load_fsdp_optimizer")
     with ExitStack() as patched:
         routines = {name: getattr(transformer_impl, name) for name in names}
-        yield [patched.enter_context(mock.patch.object(transformer_impl, name, wraps=own)) for name, own in routines.items()]
+        yield [
+            patched.enter_context(mock.patch.object(transformer_impl, name, wraps=own))
+            for name, own in routines.items()
+        ]
 
 
 @contextmanager

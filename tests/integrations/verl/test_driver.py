@@ -1,6 +1,8 @@
-"""verl's own driver trains by GRPO, with Ray, its agent loop, and a rollout that sleeps and wakes: the same with and without placement.
+"""verl's own driver trains by GRPO, with Ray, its agent loop, and a rollout that sleeps and wakes:
+the same with and without placement.
 
-With SWEEP=all: two Ray clusters with ten processes each take two minutes of an idle machine, and time out on a busy one.
+With SWEEP=all: two Ray clusters with ten processes each take two minutes of an idle machine, and
+time out on a busy one.
 """
 
 from __future__ import annotations
@@ -26,16 +28,29 @@ SECONDS = 400.0
 
 def _run(folder: Path, inputs: Path, environment: dict[str, str]) -> Job:
     environment = {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cuda", **environment}
-    return _verl_job.run(folder, inputs, recipe.tiny(), environment, ["tests.integrations.verl.driver_process"], SECONDS)
+    return _verl_job.run(
+        folder,
+        inputs,
+        recipe.tiny(),
+        environment,
+        ["tests.integrations.verl.driver_process"],
+        SECONDS,
+    )
 
 
-@pytest.mark.skipif(os.environ.get("SWEEP") != "all", reason="takes minutes of an idle machine: SWEEP=all")
+@pytest.mark.skipif(
+    os.environ.get("SWEEP") != "all", reason="takes minutes of an idle machine: SWEEP=all"
+)
 @pytest.mark.timeout(2.5 * SECONDS)
 def test_three_steps_are_those_of_verl(tmp_path: Path) -> None:
     inputs = worker.write_model(tmp_path / "inputs")
     recipe.write_inputs(inputs, worker.VOCABULARY, prompts=4)
     own = _run(tmp_path / "own", inputs, {})
-    placed = _run(tmp_path / "placed", inputs, {"VERL_ENGINE_VENDOR": "placement", "PLACEMENT_DEVICE": f"simulated:{worker.CAPACITY}"})
+    placed = _run(
+        tmp_path / "placed",
+        inputs,
+        {"VERL_ENGINE_VENDOR": "placement", "PLACEMENT_DEVICE": f"simulated:{worker.CAPACITY}"},
+    )
     assert len(own.steps) == 3
     assert all(step["actor/grad_norm"] > 0 for step in own.steps)
     assert placed.computed == own.computed
@@ -44,10 +59,23 @@ def test_three_steps_are_those_of_verl(tmp_path: Path) -> None:
     phases = ["sleep", "log_prob", "ref_log_prob", "train", "rollout to train", "weight_sync"]
     assert [event["phase"] for event in placed.events] == 3 * phases
     (snapshot,) = placed.events[-1]["states"]
-    assert [handle["name"] for handle in snapshot["handles"]] == ["ref", "actor", "actor.optimizer", "rollout"]
+    assert [handle["name"] for handle in snapshot["handles"]] == [
+        "ref",
+        "actor",
+        "actor.optimizer",
+        "rollout",
+    ]
     *models, rollout = snapshot["handles"]
     assert {handle["state"] for handle in models} == {"CPU_OFFLOADED"}
     assert all(handle["loaded_bytes"] > 0 for handle in models)
-    assert (rollout["state"], rollout["resident_tags"], rollout["stale"]) == ("GPU_RESIDENT", ["kv_cache", "weights"], None)
+    assert (rollout["state"], rollout["resident_tags"], rollout["stale"]) == (
+        "GPU_RESIDENT",
+        ["kv_cache", "weights"],
+        None,
+    )
     assert set(snapshot["phase_seconds"]) >= {"log_prob", "ref_log_prob", "train", "weight_sync"}
-    assert (snapshot["pairing_violations"], snapshot["unpaired_bytes"], snapshot["wrong_writes"]) == (0, 0, 0)
+    assert (
+        snapshot["pairing_violations"],
+        snapshot["unpaired_bytes"],
+        snapshot["wrong_writes"],
+    ) == (0, 0, 0)

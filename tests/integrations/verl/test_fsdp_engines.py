@@ -1,4 +1,5 @@
-"""verl's FSDP engines under placement compute what they compute with verl's own offloading, bit for bit. The real verl."""
+"""verl's FSDP engines under placement compute what they compute with verl's own offloading, bit for
+bit. The real verl."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ import torch.distributed as dist
 from placement import DeviceMemoryError, GroupError, NotResidentError, PlacementError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.testing import Faults
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Subject, logged, lora_of, moves_of_verl, pair
+from tests.integrations.verl.subject import (
+    GPU,
+    OFF,
+    SYNC,
+    TRAIN,
+    Subject,
+    logged,
+    lora_of,
+    moves_of_verl,
+    pair,
+)
 from tests.integrations.verl.test_several_engines import lora
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
@@ -64,7 +75,9 @@ def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy
     weights, _ = placed.engine.get_per_tensor_param_shard()
     assert is_in(OFF if strategy == "fsdp2" else SYNC)
     theirs, _ = own.engine.get_per_tensor_param_shard()
-    assert [(name, as_bytes(value)) for name, value, _ in weights] == [(name, as_bytes(value)) for name, value, _ in theirs]
+    assert [(name, as_bytes(value)) for name, value, _ in weights] == [
+        (name, as_bytes(value)) for name, value, _ in theirs
+    ]
     placed.check()
 
     first_reader, _ = placed.engine.get_per_tensor_param()
@@ -78,7 +91,8 @@ def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy
 
 @on_ranks("one_rank")
 def test_manual_control(model: Path) -> None:
-    """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves."""
+    """The states of actor and optimizer after each call of `to`, with batches in between that move
+    nothing themselves."""
     _, placed = both = pair(model)
 
     def states() -> tuple[str, str]:
@@ -96,7 +110,13 @@ def test_manual_control(model: Path) -> None:
         subject.worker.to("cpu", model=False, optimizer=True, grad=False)
     assert states() == (GPU, OFF)
     for subject in both:
-        subject.seen.answers.append(as_bytes(subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))["log_probs"].values()))
+        subject.seen.answers.append(
+            as_bytes(
+                subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))[
+                    "log_probs"
+                ].values()
+            )
+        )
         subject.seen.answers.append(sorted(subject.publish_inside().items()))
     assert states() == (GPU, OFF)
     for subject in both:
@@ -115,7 +135,11 @@ def test_manual_control(model: Path) -> None:
 def test_moves_by_hand_that_verl_refuses_are_refused(model: Path) -> None:
     both = pair(model)
     gradients = "Gradient buffers must be moved to device along with model parameters"
-    for arguments, said in (({"device": "cuda:0"}, ""), ({"device": "device"}, ""), ({"device": "cpu", "model": False}, gradients)):
+    for arguments, said in (
+        ({"device": "cuda:0"}, ""),
+        ({"device": "device"}, ""),
+        ({"device": "cpu", "model": False}, gradients),
+    ):
         for subject in both:
             with pytest.raises(AssertionError, match=f"^{gradients}$" if said else "^$"):
                 subject.engine.to(**arguments)
@@ -167,11 +191,17 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
         subject.worker.set_loss_fn(subject._watching)
         subject.train(1)
     for operation in ("create", "map", "copy"):
-        for call in (lambda: placed.worker.train_batch(batch(2)), lambda: placed.worker.infer_batch(batch(2)), placed.publish):
+        for call in (
+            lambda: placed.worker.train_batch(batch(2)),
+            lambda: placed.worker.infer_batch(batch(2)),
+            placed.publish,
+        ):
             faults.fail(operation)
             fails(placed, Exception, call)
             faults.clear()
-    fails(placed, FileNotFoundError, lambda: placed.worker.load_checkpoint(str(tmp_path / "nowhere")))
+    fails(
+        placed, FileNotFoundError, lambda: placed.worker.load_checkpoint(str(tmp_path / "nowhere"))
+    )
     (tmp_path / "file").write_text("")
     fails(placed, OSError, lambda: placed.worker.save_checkpoint(str(tmp_path / "file" / "inside")))
     weights, _ = placed.engine.get_per_tensor_param()
@@ -208,7 +238,11 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", (True, False)), ("fsdp", (False, True))], ids=["parameters", "optimizer"])
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [("fsdp2", (True, False)), ("fsdp", (False, True))],
+    ids=["parameters", "optimizer"],
+)
 @on_ranks("one_rank")
 def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
     _, placed = both = pair(model, offload=offload, strategy=strategy)
@@ -219,7 +253,10 @@ def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, 
     both.same()
     handles = placed.manager.handles
     for name, is_moved in zip(("actor", "actor.optimizer"), offload, strict=True):
-        assert (handles[name].counters.loaded_bytes > 0, handles[name].external) == (is_moved, not is_moved)
+        assert (handles[name].counters.loaded_bytes > 0, handles[name].external) == (
+            is_moved,
+            not is_moved,
+        )
     assert placed.seen.states["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
 
 
@@ -227,12 +264,17 @@ def test_only_one_of_the_flags(model: Path, strategy: str, offload: tuple[bool, 
     ("keywords", "reason"),
     [
         ({"offload": (False, False)}, "param_offload and optimizer_offload are off"),
-        ({"offload": (False, True), "forward_only": True}, "param_offload and optimizer_offload are off"),
+        (
+            {"offload": (False, True), "forward_only": True},
+            ("param_offload and optimizer_offload are off"),
+        ),
     ],
     ids=["no flag", "reference without param_offload"],
 )
 @on_ranks("one_rank")
-def test_an_engine_that_stays_verls_own_says_why(model: Path, keywords: dict[str, Any], reason: str) -> None:
+def test_an_engine_that_stays_verls_own_says_why(
+    model: Path, keywords: dict[str, Any], reason: str
+) -> None:
     with logged() as records:
         _, placed = both = pair(model, **keywords)
     for subject in both:
@@ -256,7 +298,9 @@ def test_an_engine_that_stays_verls_own_says_why(model: Path, keywords: dict[str
     ids=["fsdp2", "fsdp", "lora"],
 )
 @on_ranks("one_rank")
-def test_a_policy_that_publishes_from_the_host(model: Path, keywords: dict[str, Any], expected: tuple[str, bool]) -> None:
+def test_a_policy_that_publishes_from_the_host(
+    model: Path, keywords: dict[str, Any], expected: tuple[str, bool]
+) -> None:
     _, placed = both = pair(model, policy="colocated(stream_sync=True)", **keywords)
     both.train(0)
     both.publish()
@@ -285,12 +329,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "offload policy": {"strategy": "fsdp2", "offload_policy": True},
 }
-"""Who places an engine's model, by the keywords of `worker.build`: placement with either FSDP, or FSDP2 itself."""
+"""Who places an engine's model, by the keywords of `worker.build`: placement with either FSDP, or
+FSDP2 itself."""
 
 
 @pytest.mark.parametrize("keywords", KINDS.values(), ids=KINDS)
 @on_ranks("two_ranks")
-def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, keywords: dict[str, Any]) -> None:
+def test_steps_and_checkpoints_are_those_of_verl(
+    model: Path, tmp_path: Path, keywords: dict[str, Any]
+) -> None:
     """Steps of both; then each loads the other's checkpoint and goes on."""
     own, placed = both = pair(model, **keywords)
     for seed in range(2):
@@ -324,7 +371,8 @@ def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, ke
 
 @on_ranks("two_ranks")
 def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
-    """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo gathers on a CPU, without placement too."""
+    """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo
+    gathers on a CPU, without placement too."""
     from safetensors.torch import load_file
 
     own, placed = pair(model, contents=("model", "optimizer", "extra", "hf_model"))
@@ -333,7 +381,10 @@ def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
         subject.worker.save_checkpoint(str(tmp_path / name), global_step=1)
         subject.check()
     files = (model, tmp_path / "own" / "huggingface", tmp_path / "placed" / "huggingface")
-    first, theirs, mine = ({name: as_bytes(value) for name, value in load_file(each / "model.safetensors").items()} for each in files)
+    first, theirs, mine = (
+        {name: as_bytes(value) for name, value in load_file(each / "model.safetensors").items()}
+        for each in files
+    )
     assert mine == theirs
     assert mine.keys() == first.keys()
     assert all(mine[name] != value for name, value in first.items())
@@ -347,11 +398,17 @@ def test_lora(model: Path) -> None:
 
 @on_ranks("two_ranks")
 def test_ranks_are_one_group(model: Path) -> None:
-    """Memory that one rank lacks for a training and an inference is an error of both, and both can go on."""
+    """Memory that one rank lacks for a training and an inference is an error of both, and both can
+    go on."""
     _, placed = both = pair(model)
     for call, seed in ((placed.worker.train_batch, 0), (placed.worker.infer_batch, 1)):
-        lacks_memory = mock.patch.object(placed.manager.device, "create", side_effect=DeviceMemoryError("no bytes"))
-        with lacks_memory if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(GroupError):
+        lacks_memory = mock.patch.object(
+            placed.manager.device, "create", side_effect=DeviceMemoryError("no bytes")
+        )
+        with (
+            lacks_memory if dist.get_rank() == 1 else contextlib.nullcontext(),
+            pytest.raises(GroupError),
+        ):
             call(batch(seed))
         placed.check()
     both.train(0)
@@ -359,7 +416,8 @@ def test_ranks_are_one_group(model: Path) -> None:
     both.same()
 
 
-# --- verl's sharded delta sync: its engine, encoder, sparse gather and SGLang loader. Only NCCL, ZeroMQ and cupy are left out.
+# --- verl's sharded delta sync: its engine, encoder, sparse gather and SGLang loader. Only NCCL,
+# ZeroMQ and cupy are left out.
 
 
 class Rollout(torch.nn.Module):
@@ -386,20 +444,39 @@ def module_of_verl() -> Any:
 
 
 def delta_engine(rollout: Rollout) -> Any:
-    """verl's `DeltaShardedCheckpointEngine`, whose flushes go to verl's loader for SGLang instead of a NCCL group."""
+    """verl's `DeltaShardedCheckpointEngine`, whose flushes go to verl's loader for SGLang instead
+    of a NCCL group."""
     apply = importlib.import_module("verl.workers.rollout.sglang_rollout.delta_loader").apply_delta
     encode: Any = importlib.import_module("verl.checkpoint_engine.delta_sync.encode")
 
     class Engine(module_of_verl().DeltaShardedCheckpointEngine):  # type: ignore[misc, name-defined] # verl has no types
-        def _send(self, encoding: str, params: Any, checksum: int, positions: Any, values: torch.Tensor) -> None:
-            spec = json.dumps({"encoding": encoding, "params": [vars(each) for each in params], "checksum": checksum}).encode()
-            content = {"__delta_spec__": torch.frombuffer(bytearray(spec), dtype=torch.uint8), "__values__": values}
-            apply(rollout, (content | ({} if positions is None else {"__positions__": positions})).items())
+        def _send(
+            self, encoding: str, params: Any, checksum: int, positions: Any, values: torch.Tensor
+        ) -> None:
+            spec = json.dumps(
+                {
+                    "encoding": encoding,
+                    "params": [vars(each) for each in params],
+                    "checksum": checksum,
+                }
+            ).encode()
+            content = {
+                "__delta_spec__": torch.frombuffer(bytearray(spec), dtype=torch.uint8),
+                "__values__": values,
+            }
+            apply(
+                rollout,
+                (content | ({} if positions is None else {"__positions__": positions})).items(),
+            )
 
         def _publish_flush(self, flush: Any, first: bool, is_last: bool) -> None:
-            self._send(flush.encoding, flush.params, flush.checksum, flush.positions_cpu, flush.values_gpu)
+            self._send(
+                flush.encoding, flush.params, flush.checksum, flush.positions_cpu, flush.values_gpu
+            )
 
-        def _publish_values_flush(self, params: Any, values: torch.Tensor, is_last: bool, verify: bool = False) -> None:
+        def _publish_values_flush(
+            self, params: Any, values: torch.Tensor, is_last: bool, verify: bool = False
+        ) -> None:
             empty = torch.empty(0, dtype=torch.uint8)
             self._send("dense", params, encode.checksum(empty, values), None, values)
 
@@ -412,9 +489,11 @@ def delta_engine(rollout: Rollout) -> Any:
 
 
 def syncs(model: Path, lr: float) -> dict[str, Any]:
-    """A seed and five delta syncs of both; the third has two steps, and before the fourth somebody else has read half of one from ours.
+    """A seed and five delta syncs of both; the third has two steps, and before the fourth somebody
+    else has read half of one from ours.
 
-    Returns what placement loaded for the delta syncs, the shares that changed, and the host memory by which each knows that.
+    Returns what placement loaded for the delta syncs, the shares that changed, and the host memory
+    by which each knows that.
     """
     subjects: tuple[Subject, Subject] = pair(model, lr=lr)
     rollouts = Rollout(), Rollout()
@@ -431,7 +510,10 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
             entries.close()
         found["recorded"].append(sum(r.record_bytes for r in handle.storage.ranges))
         before = handle.counters.loaded_bytes
-        told = [asyncio.run(engine.send_weights(subject.engine, step)) for engine, subject in zip(engines, subjects, strict=True)]
+        told = [
+            asyncio.run(engine.send_weights(subject.engine, step))
+            for engine, subject in zip(engines, subjects, strict=True)
+        ]
         found["loaded"] += handle.counters.loaded_bytes - before if step else 0
         assert rollouts[0].values() == rollouts[1].values()
         for kind, each in zip(("own", "ours"), told, strict=True):
@@ -439,28 +521,43 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
         for subject in subjects:
             subject.check()
     for subject in subjects:
-        found["kept"].append(sum(snapshot.nbytes for snapshot in getattr(subject.engine, "_delta_shard_snap", {}).values()))
+        found["kept"].append(
+            sum(
+                snapshot.nbytes
+                for snapshot in getattr(subject.engine, "_delta_shard_snap", {}).values()
+            )
+        )
     if dist.get_rank() == 0:
         assert len(rollouts[0].weights) == 27
     return found
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
-def test_delta_syncs_of_verl_send_what_offloads_have_recorded(two_ranks: Ranks, model: Path, lr: float) -> None:
-    """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the actor, and no second copy is kept."""
+def test_delta_syncs_of_verl_send_what_offloads_have_recorded(
+    two_ranks: Ranks, model: Path, lr: float
+) -> None:
+    """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the
+    actor, and no second copy is kept."""
     first, second = two_ranks.run(syncs, model, lr)
     for rank in (first, second):
         assert rank["loaded"] == 0
         assert rank["kept"][0] > 0 == rank["kept"][1]
         recorded = [nbytes / rank["kept"][0] for nbytes in rank["recorded"]]
         assert recorded[0] == recorded[4] == 0  # given up by who reads half
-        assert all(0 < share < 0.2 for share in (*recorded[1:4], recorded[5])) if lr < 1e-3 else not any(recorded[1:])
+        assert (
+            all(0 < share < 0.2 for share in (*recorded[1:4], recorded[5]))
+            if lr < 1e-3
+            else not any(recorded[1:])
+        )
     assert second["own"] == second["ours"] == [None] * 6  # only the first rank sends
     own, ours = first["own"], first["ours"]
     assert own[0] == ours[0] == ours[4] == 1.0
     if lr < 1e-3:
         assert all(0 < share < 0.1 for share in own[1:])
-        assert all(mine == pytest.approx(its, rel=0.1) and mine >= its for mine, its in zip(ours[1:4], own[1:4], strict=True))
+        assert all(
+            mine == pytest.approx(its, rel=0.1) and mine >= its
+            for mine, its in zip(ours[1:4], own[1:4], strict=True)
+        )
     else:  # more than the record is kept for
         assert all(0.5 < share < 1 for share in own[1:])
         assert ours[1:] == [1.0] * 5
@@ -472,6 +569,13 @@ def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(model: Path) -> N
     weights, _ = placed.engine.get_per_tensor_param_shard()
     next(weights)
     placed.worker.train_batch(batch(1))
-    with pytest.raises(PlacementError, match="'actor' was loaded while its shards were read from the host copy: begin this sync again"):
+    with pytest.raises(
+        PlacementError,
+        match="'actor' was loaded while its shards "
+        "were "
+        "read "
+        "from "
+        "the host copy: begin this sync again",
+    ):
         next(weights)
     placed.check()

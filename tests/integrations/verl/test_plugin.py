@@ -1,4 +1,5 @@
-"""How verl finds placement's engines, what is said where that does not work, and the one manager of a process that has them."""
+"""How verl finds placement's engines, what is said where that does not work, and the one manager of
+a process that has them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from tests.support.ranks import on_ranks
 
 @contextmanager
 def _chosen(is_chosen: bool) -> Iterator[list[str]]:
-    """VERL_ENGINE_VENDOR=placement or not, and nothing registered; the lines that the integration logs meanwhile."""
+    """VERL_ENGINE_VENDOR=placement or not, and nothing registered; the lines that the integration
+    logs meanwhile."""
     from verl.workers.engine.base import EngineRegistry
 
     for model_type in ("language_model", "value_model"):
@@ -60,7 +62,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert sys.meta_path == before
 
 
-def test_an_import_that_failed_may_be_tried_again_and_a_module_that_is_there_needs_no_waiting(package: str, tmp_path: Path) -> None:
+def test_an_import_that_failed_may_be_tried_again_and_a_module_that_is_there_needs_no_waiting(
+    package: str, tmp_path: Path
+) -> None:
     late = tmp_path / package / "late.py"
     late.write_text("raise OSError('not yet')\n")
     seen: list[int] = []
@@ -94,7 +98,10 @@ def test_verl_finds_the_plugin_by_its_entry_point() -> None:
 def test_no_module_imports_verl_when_it_is_imported() -> None:
     folder = ROOT / "integrations" / "verl"
     importing = {
-        path.name for path in folder.glob("*.py") for line in path.read_text().splitlines() if re.match(r"(import|from) verl", line)
+        path.name
+        for path in folder.glob("*.py")
+        for line in path.read_text().splitlines()
+        if re.match(r"(import|from) verl", line)
     }
     assert importing == set()
 
@@ -105,7 +112,10 @@ def test_the_plugin_says_that_it_is_active_once() -> None:
     worker.import_verl()
     from placement.integrations.verl.plugin import register_engines
 
-    told = "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
+    told = (
+        "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 engines "
+        "mean that placement places"
+    )
     for is_chosen in (False, True):
         with _chosen(is_chosen) as records:
             register_engines()
@@ -126,7 +136,12 @@ def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() 
             patch.delattr(owner, "get_per_tensor_param_shard")
         with _chosen(False):
             register_engines()
-        with _chosen(True), pytest.raises(PlacementError, match=r"lacks FSDPEngineWithLMHead\.get_per_tensor_param_shard"):
+        with (
+            _chosen(True),
+            pytest.raises(
+                PlacementError, match=r"lacks FSDPEngineWithLMHead\.get_per_tensor_param_shard"
+            ),
+        ):
             register_engines()
     with _chosen(True):
         register_engines()
@@ -145,14 +160,27 @@ def test_the_rollouts_that_are_handles(has_sglang: bool) -> None:
 
     names = ("vllm", "trtllm", *(["sglang"] if has_sglang else []))
     own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in names}
-    with mock.patch.dict(base._ROLLOUT_REGISTRY, own, clear=True), mock.patch.dict(rollout._bases, clear=True), _chosen(True) as records:
+    with (
+        mock.patch.dict(base._ROLLOUT_REGISTRY, own, clear=True),
+        mock.patch.dict(rollout._bases, clear=True),
+        _chosen(True) as records,
+    ):
         place_rollouts()
-        paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
+        paths = {
+            name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()
+        }
         kinds = {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}
         register_engines()
-    assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"} | ({"sglang": "Placed_sglang"} if has_sglang else {})
-    assert kinds == {"Placed_vllm": "PlacedRollout"} | ({"Placed_sglang": "PlacedSglang"} if has_sglang else {})
-    told = "a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"
+    assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"} | (
+        {"sglang": "Placed_sglang"} if has_sglang else {}
+    )
+    assert kinds == {"Placed_vllm": "PlacedRollout"} | (
+        {"Placed_sglang": "PlacedSglang"} if has_sglang else {}
+    )
+    told = (
+        "a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', "
+        "'async')"
+    )
     assert (told in records) is not has_sglang
 
 
@@ -168,7 +196,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("simulated")
-def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_manager_that_cannot_be_announced_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The next call does not give one whose metrics nobody can read."""
     targets = tmp_path / "targets"
     targets.write_text("")  # a file where a folder should be
@@ -183,7 +213,9 @@ def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(("chosen", "streams"), [(None, True), ("colocated", False)])
-def test_a_sync_is_streamed_unless_a_policy_is_chosen(monkeypatch: pytest.MonkeyPatch, chosen: str | None, streams: bool) -> None:
+def test_a_sync_is_streamed_unless_a_policy_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, streams: bool
+) -> None:
     if chosen is not None:
         monkeypatch.setenv("PLACEMENT_POLICY", chosen)
     policy = integration.manager().policy
@@ -192,11 +224,17 @@ def test_a_sync_is_streamed_unless_a_policy_is_chosen(monkeypatch: pytest.Monkey
 
 
 @on_ranks("two_ranks")
-def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(tmp_path: Path) -> None:
-    """And the next manager of both is in a group of its own. The second rank's folder is a file at first."""
+def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(
+    tmp_path: Path,
+) -> None:
+    """And the next manager of both is in a group of its own. The second rank's folder is a file at
+    first."""
     folder, later = tmp_path / "first", tmp_path / "second"
     integration.close_manager()
-    os.environ.update(PLACEMENT_DEVICE=f"simulated:{worker.CAPACITY}", PLACEMENT_DISCOVERY=str(folder if dist.get_rank() == 0 else later))
+    os.environ.update(
+        PLACEMENT_DEVICE=f"simulated:{worker.CAPACITY}",
+        PLACEMENT_DISCOVERY=str(folder if dist.get_rank() == 0 else later),
+    )
     try:
         if dist.get_rank() == 1:
             later.write_text("")

@@ -1,4 +1,5 @@
-"""A rollout that shares the worker's device is a handle of placement, although verl's driver puts it to sleep."""
+"""A rollout that shares the worker's device is a handle of placement, although verl's driver puts
+it to sleep."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once he
 
 
 class Replica:
-    """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep.
+    """vLLM's server as another process would be: it holds memory of the same device, and verl's
+    driver puts it to sleep.
 
     Args:
         leads: whether this rank leads it. The adapter on another rank sends nothing, as in verl.
@@ -89,10 +91,17 @@ REPLICAS: dict[str, Any] = {"vllm": Replica, "sglang": SglangReplica}
 
 
 class Job:
-    """A worker as verl's `ActorRolloutRefWorker` is one: a trained actor, and the adapter of a rollout."""
+    """A worker as verl's `ActorRolloutRefWorker` is one: a trained actor, and the adapter of a
+    rollout."""
 
     def __init__(
-        self, rollout: str, model: Path, file: Path, policy: str = "colocated", budget_bytes: int | None = None, **options: Any
+        self,
+        rollout: str,
+        model: Path,
+        file: Path,
+        policy: str = "colocated",
+        budget_bytes: int | None = None,
+        **options: Any,
     ) -> None:
         from placement.integrations import verl as integration
 
@@ -106,15 +115,19 @@ class Job:
             self.adapter = self.replica.adapter()
 
     def sync(self) -> list[str]:
-        """`update_weights` of verl's worker. The tags that are on the device as each of its calls returns."""
+        """`update_weights` of verl's worker. The tags that are on the device as each of its calls
+        returns."""
         found = []
 
         async def update() -> None:
-            if getattr(self.adapter, "sleep_level", 2) != 1:  # of SGLang: its base weights stay awake
+            # of SGLang: its base weights stay awake
+            if getattr(self.adapter, "sleep_level", 2) != 1:
                 await self.adapter.resume(["weights"])
                 found.append(self.tags())
             weights, _ = self.actor.engine.get_per_tensor_param()
-            await self.adapter.update_weights(weights, peft_config=None, base_sync_done=True, global_steps=1)
+            await self.adapter.update_weights(
+                weights, peft_config=None, base_sync_done=True, global_steps=1
+            )
             found.append(self.tags())
             await self.adapter.resume(["kv_cache"])
             found.append(self.tags())
@@ -131,7 +144,12 @@ class Job:
 
     def seen(self) -> tuple[dict[str, str], str, int, bool]:
         """States, the phase, the rollout's bytes, and whether all is in order."""
-        return self.states(), self.manager.phase_name, self.manager.handles["rollout"].resident_bytes, self.manager.audit().ok
+        return (
+            self.states(),
+            self.manager.phase_name,
+            self.manager.handles["rollout"].resident_bytes,
+            self.manager.audit().ok,
+        )
 
     def states(self) -> dict[str, str]:
         return {name: handle.state.value for name, handle in self.manager.handles.items()}
@@ -145,7 +163,8 @@ def _refusing() -> Any:
 
 
 SLEEP = {"vllm": "sleep", "sglang": "sleep kv_cache weights"}
-"""The driver's call, and placement's where the driver has not made it. To SGLang the parts are named."""
+"""The driver's call, and placement's where the driver has not made it. To SGLang the parts are
+named."""
 each_rollout = pytest.mark.parametrize("rollout", SLEEP)
 _WOKEN = ["wake_up weights", "wake_up kv_cache"]
 ASLEEP = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
@@ -164,16 +183,29 @@ def file(tmp_path: Path) -> Path:
         ("vllm", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["vllm"]]),
         ("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
         # It serves an adapter, and keeps its base weights.
-        ("sglang", {"lora_rank": 4}, ["", "kv_cache"], BYTES["kv_cache"], ["wake_up kv_cache", "sleep kv_cache"]),
+        (
+            "sglang",
+            {"lora_rank": 4},
+            ["", "kv_cache"],
+            BYTES["kv_cache"],
+            ["wake_up kv_cache", "sleep kv_cache"],
+        ),
     ],
     ids=["vllm", "sglang", "adapter"],
 )
 @on_ranks("one_rank")
 def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(
-    model: Path, file: Path, rollout: str, options: dict[str, Any], synced: list[str], awake_bytes: int, calls: list[str]
+    model: Path,
+    file: Path,
+    rollout: str,
+    options: dict[str, Any],
+    synced: list[str],
+    awake_bytes: int,
+    calls: list[str],
 ) -> None:
-    """Two steps in which the driver puts it to sleep before the worker computes, a sync between which and the next nobody but the driver
-    did anything, and an inference before which the driver does not put it to sleep."""
+    """Two steps in which the driver puts it to sleep before the worker computes, a sync between
+    which and the next nobody but the driver did anything, and an inference before which the driver
+    does not put it to sleep."""
     job = Job(rollout, model, file, **options)
     for seed in range(2):
         assert job.sync() == synced
@@ -207,7 +239,9 @@ def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(
     ids=["policy", "never sleeps", "never sleeps, sglang", "no memory saver"],
 )
 @on_ranks("one_rank")
-def test_what_stays_verls_own(model: Path, file: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]) -> None:
+def test_what_stays_verls_own(
+    model: Path, file: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]
+) -> None:
     job = Job(rollout, model, file, **options)
     for tag in BYTES:
         asyncio.run(job.adapter.resume([tag]))
@@ -225,7 +259,9 @@ def test_a_budget_counts_it(model: Path, file: Path) -> None:
     job.actor.infer_batch(batch(0))
     with pytest.raises(DeviceMemoryError, match="rollout"):  # 8 MiB, and the budget is 6 MiB
         job.sync()
-    assert job.replica.calls[-2:] == ["wake_up weights", "sleep weights"], "the KV cache that does not fit was not asked for"
+    assert job.replica.calls[-2:] == ["wake_up weights", "sleep weights"], (
+        "the KV cache that does not fit was not asked for"
+    )
     assert job.states()["rollout"] == OFF
 
 
@@ -237,7 +273,11 @@ def test_an_sglang_that_refuses_to_wake_is_asleep_again(model: Path, file: Path)
     with pytest.raises(PlacementError, match="400"):
         asyncio.run(job.adapter.resume(["kv_cache"]))
     assert job.replica.calls == [*_WOKEN, "sleep weights"]
-    assert (job.states()["rollout"], job.manager.phase_name, job.replica.server.memory.tags) == (OFF, "idle", set())
+    assert (job.states()["rollout"], job.manager.phase_name, job.replica.server.memory.tags) == (
+        OFF,
+        "idle",
+        set(),
+    )
     job.replica.refuse(False)
     job.actor.train_batch(batch(0))
     job.sync()
@@ -246,7 +286,9 @@ def test_an_sglang_that_refuses_to_wake_is_asleep_again(model: Path, file: Path)
 
 
 @on_ranks("one_rank")
-def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(model: Path, file: Path) -> None:
+def test_a_sync_that_fails_is_told_although_its_server_waits_for_the_rest_of_the_weights(
+    model: Path, file: Path
+) -> None:
     job = Job("vllm", model, file)
     job.replica.answers = False
     with (
@@ -268,10 +310,16 @@ def test_all_weights_that_are_open_end_with_a_sync_that_fails(model: Path, file:
     asyncio.run(job.adapter.resume(["weights"]))
     adapters, _ = job.actor.engine.get_per_tensor_param()
     base, _ = job.actor.engine.get_per_tensor_param()
-    with _refusing(), pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as kept:
+    with (
+        _refusing(),
+        pytest.raises(RuntimeError, match=r"no room for model\.embed_tokens\.weight") as kept,
+    ):
         asyncio.run(job.adapter.update_weights(base))
     assert job.states() == ASLEEP
-    with pytest.raises(PlacementError, match="these weights ended with the sync that failed: ask the engine for new ones"):
+    with pytest.raises(
+        PlacementError,
+        match="these weights ended with the sync that failed: ask the engine for new ones",
+    ):
         next(adapters)  # half of the weights would have counted as all
     assert job.sync() == SYNCED
     assert len(job.replica.taken) == 27
@@ -294,13 +342,23 @@ def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(model: Path, fil
     job.adapter._open = SimpleNamespace(release=stuck)
     with _refusing(), pytest.raises(RuntimeError, match="no room for weight") as failed:
         asyncio.run(job.adapter.update_weights(torn()))
-    assert failed.value.__notes__ == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
+    assert failed.value.__notes__ == [
+        ("placement: OSError: the weights cannot be closed"),
+        ("placement: OSError: the phase cannot be left"),
+    ]
 
 
-@pytest.mark.parametrize(("cancelled", "error"), [(False, RuntimeError), (True, TimeoutError)], ids=["failed", "cancelled"])
+@pytest.mark.parametrize(
+    ("cancelled", "error"),
+    [(False, RuntimeError), (True, TimeoutError)],
+    ids=["failed", "cancelled"],
+)
 @on_ranks("one_rank")
-def test_weights_that_a_checkpoint_engine_cannot_send(model: Path, file: Path, cancelled: bool, error: type[Exception]) -> None:
-    """verl's own worker sends them. No rollout tells placement of it: the task of the worker ends with the error."""
+def test_weights_that_a_checkpoint_engine_cannot_send(
+    model: Path, file: Path, cancelled: bool, error: type[Exception]
+) -> None:
+    """verl's own worker sends them. No rollout tells placement of it: the task of the worker ends
+    with the error."""
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     job = Job("vllm", model, file)
@@ -311,11 +369,16 @@ def test_weights_that_a_checkpoint_engine_cannot_send(model: Path, file: Path, c
             await asyncio.sleep(60)
         raise RuntimeError("the other end is gone")
 
-    engine, options = SimpleNamespace(send_weights=send), SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=None))
+    engine, options = (
+        SimpleNamespace(send_weights=send),
+        SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=None)),
+    )
     sender = SimpleNamespace(config=options, actor=job.actor, checkpoint_engine=engine)
 
     async def update() -> None:
-        await asyncio.wait_for(ActorRolloutRefWorker.update_weights(sender, mode="nccl"), 0.1 if cancelled else None)
+        await asyncio.wait_for(
+            ActorRolloutRefWorker.update_weights(sender, mode="nccl"), 0.1 if cancelled else None
+        )
 
     with logged() as told, pytest.raises(error) as kept:
         asyncio.run(update())
@@ -358,7 +421,10 @@ def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None
 
     for seed in range(2):
         asyncio.run(update())
-        assert {name: handle.state.value for name, handle in manager.handles.items()} == {**ASLEEP, "rollout": GPU}
+        assert {name: handle.state.value for name, handle in manager.handles.items()} == {
+            **ASLEEP,
+            "rollout": GPU,
+        }
         asyncio.run(replica.sleep())
         actor.train_batch(batch(seed))
         assert {name: handle.state.value for name, handle in manager.handles.items()} == ASLEEP

@@ -1,4 +1,5 @@
-"""Several engines of verl in one process, adapters, and engines that FSDP2 places: bit for bit what they compute without placement."""
+"""Several engines of verl in one process, adapters, and engines that FSDP2 places: bit for bit what
+they compute without placement."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import pytest
 import torch
 
 from tests.integrations.verl import worker as workers
-from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN, Pair, Subject, logged, lora_of, pair
+from tests.integrations.verl.subject import (
+    GPU,
+    OFF,
+    SYNC,
+    TRAIN,
+    Pair,
+    Subject,
+    logged,
+    lora_of,
+    pair,
+)
 from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
@@ -26,7 +37,13 @@ def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
     own = [Subject(each, None) for each in _three(model, False)]
     manager = workers.use_simulated()
     placed = [Subject(each, manager) for each in _three(model, True)]
-    roles = {"actor": "actor", "actor.optimizer": "actor", "ref": "ref", "critic": "critic", "critic.optimizer": "critic"}
+    roles = {
+        "actor": "actor",
+        "actor.optimizer": "actor",
+        "ref": "ref",
+        "critic": "critic",
+        "critic.optimizer": "critic",
+    }
     assert {name: (handle.role, handle.external) for name, handle in manager.handles.items()} == {
         name: (r, False) for name, r in roles.items()
     }
@@ -41,7 +58,10 @@ def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
             "publish": {**away, "actor": SYNC},
         },
         "ref": {"infer": {**away, "ref": GPU}},
-        "critic": {"infer": {**away, "critic": GPU}, "train": {**away, "critic": TRAIN, "critic.optimizer": TRAIN}},
+        "critic": {
+            "infer": {**away, "critic": GPU},
+            "train": {**away, "critic": TRAIN, "critic.optimizer": TRAIN},
+        },
     }
     actor, ref, critic = placed
 
@@ -63,7 +83,8 @@ def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
         orders.append(present())
         entered.__exit__(None, None, None)
         orders.append(present())
-        with actor.engine.eval_mode():  # verl's own eval mode would take the model away from the training around it
+        # verl's own eval mode would take the model away from the training around it
+        with actor.engine.eval_mode():
             orders.append(present())
         orders.append(present())
     orders.append(present())
@@ -104,7 +125,8 @@ def _three(model: Path, placed: bool) -> list[Any]:
 
 
 def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
-    """Steps with LoRA, and what is published of it: merged, or the base once and the adapters alone."""
+    """Steps with LoRA, and what is published of it: merged, or the base once and the adapters
+    alone."""
     _, placed = both = pair(model, lora=lora_of(merge=merge), **keywords)
     for seed in range(2):
         both.train(seed)
@@ -126,7 +148,11 @@ def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     assert placed.seen.states["publish"]["actor"] == SYNC
 
 
-@pytest.mark.parametrize(("merge", "keywords"), [(False, {}), (True, {"offload_policy": True})], ids=["unmerged", "merged, left to FSDP2"])
+@pytest.mark.parametrize(
+    ("merge", "keywords"),
+    [(False, {}), (True, {"offload_policy": True})],
+    ids=["unmerged", "merged, left to FSDP2"],
+)
 @on_ranks("one_rank")
 def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
     needs("peft")
@@ -135,12 +161,15 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
 
 @on_ranks("one_rank")
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
-    """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
+    """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of
+    the model, and so they do here."""
     both = pair(model, lora=lora_of(merge=False))
     published = []
     for subject in both:
         subject.train(0)
-        with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module._apply(torch.clone)):
+        with mock.patch.object(
+            torch.nn.Module, "to", lambda module, *_, **__: module._apply(torch.clone)
+        ):
             published.append(subject.publish(base_sync_done=False))
         subject.train(1)
         subject.infer(2)
@@ -150,12 +179,19 @@ def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
 
 
 def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
-    """FSDP2's CPUOffloadPolicy places the model. What placement says of it in every state, and that nothing of it has moved or changed."""
+    """FSDP2's CPUOffloadPolicy places the model. What placement says of it in every state, and that
+    nothing of it has moved or changed."""
     with logged() as records:
         own, placed = both = pair(model, offload_policy=True, **keywords)
     handles = placed.manager.handles
     name = placed.engine._role
-    handle, found = handles[name], {"external": {each.name: each.external_reason for each in handles.values()}, "log": records}
+    handle, found = (
+        handles[name],
+        {
+            "external": {each.name: each.external_reason for each in handles.values()},
+            "log": records,
+        },
+    )
     places = _places(placed)
     infos = handle.weights_info()
     for seed in range(2):
@@ -169,12 +205,18 @@ def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
     placed.worker.to("cpu")
     placed.check()
     for phase in (None, "log_prob", "train", "weight_sync"):
-        with contextlib.nullcontext() if phase is None else placed.manager.phase(phase, only=[handle]):
+        with (
+            contextlib.nullcontext()
+            if phase is None
+            else placed.manager.phase(phase, only=[handle])
+        ):
             assert handle.weights_info() == infos
             values = handle.state_dict()
             assert bytes_of(values) == bytes_of(own.engine.module.state_dict())
             if phase == "weight_sync" and name == "actor":
-                published = {label: as_bytes(value) for bucket in handle.weights() for label, value in bucket}
+                published = {
+                    label: as_bytes(value) for bucket in handle.weights() for label, value in bucket
+                }
                 assert published == own.publish()
                 assert published.keys() == {info.name for info in infos}
     assert _places(placed) == places
@@ -186,17 +228,28 @@ def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(subject: Subject) -> dict[str, tuple[torch.device, int]]:
-    values = {name: part for name, value in subject.engine.module.named_parameters() for _, part in local_parts(value)}
+    values = {
+        name: part
+        for name, value in subject.engine.module.named_parameters()
+        for _, part in local_parts(value)
+    }
     return {name: (part.device, part.data_ptr()) for name, part in values.items()}
 
 
 @pytest.mark.parametrize("offload", [(True, True), (False, False)], ids=["both flags", "no flag"])
 @on_ranks("one_rank")
-def test_what_fsdp2_places_is_tracked_and_never_moved(model: Path, offload: tuple[bool, bool]) -> None:
+def test_what_fsdp2_places_is_tracked_and_never_moved(
+    model: Path, offload: tuple[bool, bool]
+) -> None:
     """verl#5995: its sync crashed on such a model, which `to` had left half-moved."""
     found = left_to_fsdp2(model, {"offload": offload})
-    assert found["external"] == dict.fromkeys(("actor", "actor.optimizer"), "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU")
-    said = "placement tracks 'actor', which FSDP2's CPUOffloadPolicy places: offload_policy=True (PlacedFSDPEngineWithLMHead)"
+    assert found["external"] == dict.fromkeys(
+        ("actor", "actor.optimizer"), "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
+    )
+    said = (
+        "placement tracks 'actor', which FSDP2's CPUOffloadPolicy places: offload_policy=True "
+        "(PlacedFSDPEngineWithLMHead)"
+    )
     assert found["log"] == [said]
     assert found["by hand"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
     assert found["states"] == {
@@ -217,7 +270,9 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(model: Path, offload: tupl
     ids=["streamed", "resident", "reference without flags", "critic"],
 )
 @on_ranks("one_rank")
-def test_no_policy_moves_what_fsdp2_places_and_no_role_is_moved(model: Path, keywords: dict[str, Any], role: str) -> None:
+def test_no_policy_moves_what_fsdp2_places_and_no_role_is_moved(
+    model: Path, keywords: dict[str, Any], role: str
+) -> None:
     found = left_to_fsdp2(model, keywords)
     assert list(found["external"]) == ([role] if role == "ref" else [role, f"{role}.optimizer"])
     assert found["states"]["infer"][role] == GPU

@@ -1,4 +1,5 @@
-"""Workers of verl as its trainers build them, on the CPU, with a tiny Qwen2: under placement, or with verl's own offloading."""
+"""Workers of verl as its trainers build them, on the CPU, with a tiny Qwen2: under placement, or
+with verl's own offloading."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ VOCABULARY = 64
 
 @functools.cache
 def import_verl() -> None:
-    """verl with placement's plugin, on the CPU. The plugin is imported by name: the tests may run from a checkout that is not installed."""
+    """verl with placement's plugin, on the CPU. The plugin is imported by name: the tests may run
+    from a checkout that is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("verl")
@@ -39,9 +41,11 @@ def import_verl() -> None:
 
 
 def leave_out_what_needs_a_gpu() -> None:
-    """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models.
+    """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value
+    models.
 
-    Where TRL is installed, verl 0.9.1 also looks there for a model with a value head, which TRL 1.16 does not have any more.
+    Where TRL is installed, verl 0.9.1 also looks there for a model with a value head, which TRL
+    1.16 does not have any more.
     """
     from transformers import AutoModelForTokenClassification
     from verl.models.transformers import monkey_patch
@@ -52,11 +56,14 @@ def leave_out_what_needs_a_gpu() -> None:
     utils.get_device_name = lambda: "cpu"  # of meshes, for torch
     transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
     read = AutoModelForTokenClassification.from_pretrained
-    AutoModelForTokenClassification.from_pretrained = lambda *where, **keywords: read(*where, **keywords | {"attn_implementation": "eager"})
+    AutoModelForTokenClassification.from_pretrained = lambda *where, **keywords: read(
+        *where, **keywords | {"attn_implementation": "eager"}
+    )
 
 
 def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
-    """A model with random values, as files that transformers reads; of 20,000 parameters as it is by default."""
+    """A model with random values, as files that transformers reads; of 20,000 parameters as it is
+    by default."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(7)
@@ -78,7 +85,8 @@ def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
 
 
 def use_simulated(device: Device | None = None, policy: str = "colocated") -> Manager:
-    """A fresh manager for the engines of this process, on a simulated device: where no device is given, the one that they make."""
+    """A fresh manager for the engines of this process, on a simulated device: where no device is
+    given, the one that they make."""
     from placement.integrations import verl as integration
 
     integration.close_manager()
@@ -112,14 +120,20 @@ def build(
     lr: float = 1e-2,
     **engine: Any,
 ) -> Any:
-    """verl's `TrainingWorker`, initialised by `reset()`; for `placed` its engine is the one that placement registers.
+    """verl's `TrainingWorker`, initialised by `reset()`; for `placed` its engine is the one that
+    placement registers.
 
     Args:
         offload: `param_offload` and `optimizer_offload` of the recipe.
     """
     import_verl()
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+    from verl.workers.config import (
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        TrainingWorkerConfig,
+    )
     from verl.workers.engine_workers import TrainingWorker
 
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the name under which verl registers its engines
@@ -150,7 +164,10 @@ def build(
             **engine,
         ),
         optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=[each for each in contents if each != "hf_model"]),
+        checkpoint_config=CheckpointConfig(
+            save_contents=list(contents),
+            load_contents=[each for each in contents if each != "hf_model"],
+        ),
     )
     worker = TrainingWorker(config)
     worker.reset()
@@ -158,13 +175,17 @@ def build(
     return worker
 
 
-def language_loss(model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+def language_loss(
+    model_output: dict[str, Any], data: Any, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
     from verl.workers.utils.losses import sft_loss
 
     return sft_loss(None, model_output, data, dp_group)  # type: ignore[no-any-return, unused-ignore]
 
 
-def value_loss(model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+def value_loss(
+    model_output: dict[str, Any], data: Any, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
     values = model_output["values"].values()
     return (values - 1.0).square().mean(), {}
 
@@ -181,5 +202,10 @@ def batch(seed: int) -> Any:
         "position_ids": nested([torch.arange(length) for length in LENGTHS]),
         "loss_mask": nested([torch.ones(length, dtype=torch.int64) for length in LENGTHS]),
     }
-    options = {"global_token_num": list(LENGTHS), "temperature": 1.0, "pad_token_id": 0, "update_lr_scheduler": True}
+    options = {
+        "global_token_num": list(LENGTHS),
+        "temperature": 1.0,
+        "pad_token_id": 0,
+        "update_lr_scheduler": True,
+    }
     return tu.get_tensordict(tensors, options)
