@@ -28,6 +28,7 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
+from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
     Adoptee,
@@ -44,7 +45,6 @@ from placement.storage.range import (
     Range,
     Versions,
     storage_use_count,
-    used_bytes,
 )
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import (

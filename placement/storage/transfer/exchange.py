@@ -25,9 +25,10 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
+from placement.storage.fingerprints import differing
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
-from placement.storage.range import Range, differing
+from placement.storage.range import Range
 from placement.storage.transfer.verification import Verifier
 
 # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 %
