@@ -49,13 +49,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     for name, value in {
         "init": None,
         "synchronize": None,
-        "Stream": None,
         "device_count": 1,
         "can_device_access_peer": True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
     monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
     monkeypatch.setattr(cuda, "kernel_of", lambda device: None)
+    monkeypatch.setattr(cuda, "own_stream", lambda index, purpose: None)
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
     monkeypatch.setattr(
         CudaDevice, "_words", lambda self, nbytes: SimpleNamespace(host=torch.empty(0), device=None)

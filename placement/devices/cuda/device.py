@@ -21,6 +21,7 @@ from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.fingerprint_kernel import kernel_of
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
+from placement.devices.cuda.streams import own_stream
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Pin, Slab, wait_until_ready
 from placement.devices.inspection import placing
@@ -85,13 +86,12 @@ class CudaDevice(Device):
         # about: another thread that frees a tensor at the same moment is counted, too
         self.ipc_collected_bytes = 0
         self._place = placing(self.name, self.pci_address)
-        self._streams: dict[Direction, Any] = {
-            each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)
+        self._streams: dict[Direction, torch.cuda.Stream] = {
+            direction: own_stream(index, direction) for direction in get_args(Direction)
         }
-        # the addresses and the stream of `wipe`
-        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
         # for work that follows copies, chunk by chunk, beside later copies
-        self._following = torch.cuda.Stream(self.torch_device)
+        self._following = own_stream(index, "following")
+        self._wiping: _Addresses | None = None  # the addresses of `wipe`
 
     def _rounded(self, nbytes: int) -> int:
         return round_up(nbytes, self.granularity)
@@ -210,19 +210,17 @@ class CudaDevice(Device):
             full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)
         ]
         if self._wiping is None:
-            self._wiping = (
-                self._reserve(_WIPED_TOGETHER * self.chunk_bytes, self.chunk_bytes),
-                torch.cuda.Stream(self.torch_device),
-            )
-        addresses, stream = self._wiping
-        extent, handle = addresses.extent, self._driver.api.CUstream(stream.cuda_stream)
+            self._wiping = self._reserve(_WIPED_TOGETHER * self.chunk_bytes, self.chunk_bytes)
+        addresses, extent = self._wiping, self._wiping.extent
+        wiping = own_stream(self.torch_device.index, "wiping")
+        handle = self._driver.api.CUstream(wiping.cuda_stream)
         with self._driver:
             for run in (*together, *([chunk] for chunk in new if chunk.nbytes != self.chunk_bytes)):
                 nbytes = sum(chunk.nbytes for chunk in run)
                 try:
                     extent.apply(extent.plan(0, nbytes, run, None))
                     self._driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
-                    stream.synchronize()
+                    wiping.synchronize()
                 finally:
                     extent.end()
 

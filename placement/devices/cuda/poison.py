@@ -12,6 +12,7 @@ from placement.devices.base import POISON_WORD
 from placement.devices.cuda.answers import HostWords
 from placement.devices.cuda.driver import Driver
 from placement.devices.cuda.mapping import DriverChunk, PoisonChunks
+from placement.devices.cuda.streams import own_stream
 
 _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
@@ -35,7 +36,7 @@ class Poison:
         self.nbytes = large.nbytes + small.nbytes
         self._words = view.view(torch.int64)
         self._device = view.device
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = own_stream(self._device.index, "poison")
         self._answer = answer
         with torch.cuda.stream(self._stream):
             self._words.fill_(_WORD)
