@@ -14,7 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
+from placement.core.errors import (
+    EngineError,
+    IntegrityError,
+    PhaseError,
+    PlacementError,
+    listed,
+)
 from placement.core.journal import Journal
 from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
@@ -39,7 +45,6 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import listed
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 

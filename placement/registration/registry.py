@@ -234,7 +234,6 @@ class Registry:
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
             handle.storage = holding = make(self._device, adapter, handle.name, handle.readonly)
-            holding.looks_for_nan = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()

@@ -26,7 +26,6 @@ from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
-from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import (
@@ -86,7 +85,6 @@ class AdoptedStorage(Storage):
     alone."""
 
     can_prefetch = True
-    looks_for_nan = True  # see `Settings.nan_check`
     # the decision: whether the bytes on the device are the authoritative ones. If so, every range
     # has memory behind it.
     on_device = False
@@ -129,16 +127,6 @@ class AdoptedStorage(Storage):
     @cached_property
     def writes(self) -> WritesWhileOffloaded:
         return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
-
-    @cached_property
-    def nan_check(self) -> NanCheck:
-        return NanCheck(
-            self.object_ranges,
-            self.device,
-            self.adapter.kind,
-            readonly=self.readonly,
-            is_on=self.looks_for_nan,
-        )
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -523,7 +511,6 @@ class AdoptedStorage(Storage):
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
-        self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
         lasting = born.lasting + [
             each.adoptee

@@ -42,7 +42,6 @@ class MoveResult:
     stray_references: int = 0
     stray_names: str = ""
     brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
-    nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition
@@ -53,8 +52,6 @@ class MoveResult:
                 "device; the registered values were kept. Register it without readonly=True if it "
                 "is meant to be written."
             )
-        if self.nan:
-            yield IntegrityError(self.nan)
         if self.brought_back:
             yield IntegrityError(
                 f"{self.brought_back} of {name!r} lay in other memory than theirs when it was "
@@ -166,9 +163,6 @@ class ManagedStorage(AdoptedStorage):
             for each in held:
                 each.disown(live)
         dead = self.dead()
-        # before they are dropped: they have the numbers of tensors that were replaced
-        if any(not r.transient for r in dead):
-            self.nan_check.look_at_new(self.scanner.rescan().lasting)
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
@@ -255,8 +249,6 @@ class ManagedStorage(AdoptedStorage):
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
-        # it names the time of the offload before
-        nan = self.nan_check.take(self.offloaded_timestamp_seconds)
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
@@ -270,7 +262,6 @@ class ManagedStorage(AdoptedStorage):
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
             brought_back=", ".join(brought_back[:8]),
-            nan=nan,
         )
 
     def commit_load(self) -> None:

@@ -31,7 +31,7 @@ from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
-from placement.storage.nan_check import has_nan
+from placement.storage.poisoned import has_nan
 from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import (
     align,

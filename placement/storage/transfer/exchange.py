@@ -364,8 +364,6 @@ class Exchange:
             holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
-        for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
-            holding.nan_check.put_right(asked)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)

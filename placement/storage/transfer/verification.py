@@ -14,12 +14,11 @@ from datetime import UTC, datetime
 
 import torch
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import IntegrityError, listed
 from placement.core.settings import Verify
 from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import listed
 from placement.storage.range import Range, differing, fingerprints
 
 
