@@ -21,7 +21,7 @@ from placement.core.errors import (
     PlacementError,
     listed,
 )
-from placement.core.journal import Journal
+from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
 from placement.devices.base import Device
@@ -109,6 +109,8 @@ class Reconciler:
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
         self._work_seconds = 0.0
+        # whether gradients may have been dropped of which memory is still to be given back
+        self.has_unused = False
         # the largest number of device bytes that all handles together have held so far
         self.peak_bytes = 0
 
@@ -329,7 +331,20 @@ class Reconciler:
 
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
+        if self.has_unused:
+            self.give_back_unused()
         self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of gradients that were dropped."""
+        self.has_unused = False
+        for handle in self._handles.values():
+            try:
+                if handle.holding is not None:
+                    handle.holding.give_back_unused()
+            except Exception as error:  # what needs the device next says so
+                self.has_unused = True
+                logger.warning("%s: dropped gradients keep memory: %s", handle.name, str(error))
 
     def _trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes.

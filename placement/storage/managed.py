@@ -25,6 +25,7 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
+from placement.storage.base import Unadopted
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range, differing
 from placement.storage.state_dicts import handed_out
@@ -354,10 +355,23 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
             self.object_ranges.may_be_written = True
-        self.unadopted_bytes = 0
+        self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of dropped gradients, page by page."""
+        chunk_pool = ChunkPool(self.device)
+        for r in self.ranges if self.is_consistent else ():
+            # a state dict of state that was a gradient may have been loaded back
+            if (indices := r.unused_pages()) and not r.has_any(
+                self.state_dict_tensors.held_addresses
+            ):
+                if self.on_device:
+                    self.device.sync()  # kernels on any stream may still read what was dropped
+                r.pages.give_up(indices, chunk_pool)
+        chunk_pool.release()
 
     def immovable(self) -> Iterator[RegistrationError]:
         for name, problem in self.adapter.immovable():

@@ -228,6 +228,11 @@ class StateDictTensors:
         there."""
         return bool(self._held())
 
+    @property
+    def held_addresses(self) -> list[int]:
+        """The addresses, ascending, of storages that were made for such tensors."""
+        return sorted(self._held()) if self._storages else []
+
     def _held(self) -> dict[int, StorageWeakRef]:
         """The storages that were made for such tensors, on either side, as far as anybody holds
         them, by address."""

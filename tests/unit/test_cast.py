@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import placement
-from placement import HostMemoryError, IntegrityError, RegistrationError
+from placement import HostMemoryError, RegistrationError
 from placement.policies import Colocated
 from placement.storage.cast import CastStorage
 from placement.storage.managed import MoveResult

@@ -27,7 +27,7 @@ from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
-from placement.storage.range import Range, differing
+from placement.storage.range import Range
 from placement.storage.transfer.verification import Verifier
 
 # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 %
@@ -99,7 +99,7 @@ class Comparison:
         first, found = self._num_compared, self.ask()()
         self._num_compared, self._asked = (last := first + len(found)), None
         self.device_prints[first:last] = found
-        return range(first, last), differing(
+        return range(first, last), self._range.differing(
             None if self.host_prints is None else self.host_prints[first:last], found, first
         )
 

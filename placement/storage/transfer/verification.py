@@ -56,7 +56,7 @@ class Verifier:
         """Check that the host has the same bytes as the device, before the memory of an offload's
         chunks is given up. `chunks`: those that have arrived.
         `wanted`: the fingerprints that the host copy of the range must have."""
-        if bad := differing(
+        if bad := r.differing(
             wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start
         ):
             # Have the chunks written again: now if the object is readonly and no offload would do
@@ -109,7 +109,7 @@ class Verifier:
                 if r.pages.prints is None or r.is_shown
                 else r.pages.prints[first:last].cpu()
             )
-            bad = differing(wanted, r.fingerprint(first, last).cpu(), first)
+            bad = r.differing(wanted, r.fingerprint(first, last).cpu(), first)
             if not bad:
                 continue
             spoilt = [
