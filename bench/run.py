@@ -34,7 +34,6 @@ LIMITS: dict[str, tuple[int, int]] = {
     "small_tensors": (45, 240),
     "cycles": (30, 120),
     "phase_overhead": (30, 60),
-    "nan_check": (45, 90),
     "rollout_only": (30, 60),
     "observe": (30, 60),
     "replicated": (60, 180),

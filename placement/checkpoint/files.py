@@ -294,8 +294,6 @@ def _collect(
                 context = copy_context()
                 context.run(are_only_read.set, True)
                 found[handle.name] = context.run(_part(handle).state_dict)
-                if handle.holding is not None and handle.holding.on_device:
-                    handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
     several = {
         key

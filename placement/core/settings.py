@@ -152,9 +152,6 @@ class Settings(BaseModel):
     """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad
     memory. "sample" compares one chunk of each moved handle. Both make a load wait for its last
     byte, so neither is the default: links and server memory check themselves."""
-    nan_check: bool = True
-    """Whether an offload raises an error for tensors that were numbers before and are NaN
-    throughout, and keeps the numbers."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
@@ -295,7 +292,6 @@ class SettingsKeywords(TypedDict, total=False):
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify
-    nan_check: bool
     headroom: float
     journal_length: int
     discovery: str | None

@@ -14,8 +14,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
-from placement.core.journal import Journal
+from placement.core.errors import (
+    EngineError,
+    IntegrityError,
+    PhaseError,
+    PlacementError,
+    listed,
+)
+from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
 from placement.devices.base import Device
@@ -39,7 +45,6 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import listed
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 
@@ -104,6 +109,8 @@ class Reconciler:
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
         self._work_seconds = 0.0
+        # whether gradients may have been dropped of which memory is still to be given back
+        self.has_unused = False
         # the largest number of device bytes that all handles together have held so far
         self.peak_bytes = 0
 
@@ -324,7 +331,20 @@ class Reconciler:
 
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
+        if self.has_unused:
+            self.give_back_unused()
         self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of gradients that were dropped."""
+        self.has_unused = False
+        for handle in self._handles.values():
+            try:
+                if handle.holding is not None:
+                    handle.holding.give_back_unused()
+            except Exception as error:  # what needs the device next says so
+                self.has_unused = True
+                logger.warning("%s: dropped gradients keep memory: %s", handle.name, str(error))
 
     def _trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes.

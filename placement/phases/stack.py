@@ -4,6 +4,7 @@ nothing, an exit as far as it goes."""
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -54,7 +55,12 @@ class PhaseStack:
         that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
         self.registry = Registry(
-            device, lambda: self.phases.name, self._gone.append, streaming, settings
+            device,
+            lambda: self.phases.name,
+            self._gone.append,
+            streaming,
+            settings,
+            partial(_give_back_unused, weakref.ref(self)),
         )
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
@@ -445,3 +451,14 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
                 living.reconciler.prefetcher.give_up(living.phases.name)
     except Exception as error:  # it would take the place of the allocator's own
         logger.warning("pages aside could not be given up: %s", str(error))
+
+
+def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:
+    """Return the memory of dropped gradients to the driver: called by the thread that has dropped
+    the last reference. A phase transition under way, or the next one, does it otherwise."""
+    if sys.is_finalizing() or (living := stack()) is None:
+        return
+    living.reconciler.has_unused = True
+    with living.lock.if_free() as is_free:
+        if is_free and not living._device.is_capturing():
+            living.reconciler.give_back_unused()

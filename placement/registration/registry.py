@@ -71,6 +71,7 @@ class Registry:
         when_gone: Callable[[Handle], None],
         streaming: Streaming,
         settings: Settings,
+        when_unused: Callable[[], object],  # see `Range`
     ) -> None:
         # the one table, which all of phases and planning hold; only `add` and `remove` change it
         self.handles: dict[str, Handle] = {}
@@ -82,6 +83,7 @@ class Registry:
         self._when_gone = when_gone
         self._streaming = streaming
         self._settings = settings
+        self._when_unused = when_unused
         self.admit: Callable[[Handle, Callable[[], int]], object] = lambda *_: None
         """Makes room in host memory, where that has a limit: `DiskTier.admit`."""
         self._has_warned = False
@@ -234,7 +236,7 @@ class Registry:
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
             handle.storage = holding = make(self._device, adapter, handle.name, handle.readonly)
-            holding.looks_for_nan = self._settings.nan_check
+            holding.scanner.when_unused = self._when_unused
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()

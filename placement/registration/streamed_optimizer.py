@@ -204,10 +204,6 @@ class StreamedOptimizer:
                 for part in self.parts_of(optimizer, parameter)
             ]
             stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
-            # else a loss scaler has the step leave out what it has found
-            if getattr(optimizer, "found_inf", None) is None:
-                with without_modes():  # last of all, because it waits for the backward pass
-                    self.storage.nan_check.refuse_gradients(step.parameters)
             window_bytes = (
                 self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
             )

@@ -24,9 +24,8 @@ from placement.core.journal import logger
 from placement.core.states import State
 from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
-from placement.storage.base import Storage
+from placement.storage.base import Storage, Unadopted
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
-from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import (
@@ -86,7 +85,6 @@ class AdoptedStorage(Storage):
     alone."""
 
     can_prefetch = True
-    looks_for_nan = True  # see `Settings.nan_check`
     # the decision: whether the bytes on the device are the authoritative ones. If so, every range
     # has memory behind it.
     on_device = False
@@ -130,16 +128,6 @@ class AdoptedStorage(Storage):
     def writes(self) -> WritesWhileOffloaded:
         return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
 
-    @cached_property
-    def nan_check(self) -> NanCheck:
-        return NanCheck(
-            self.object_ranges,
-            self.device,
-            self.adapter.kind,
-            readonly=self.readonly,
-            is_on=self.looks_for_nan,
-        )
-
     @property
     def ranges(self) -> tuple[Range, ...]:
         return self.object_ranges.all
@@ -164,15 +152,15 @@ class AdoptedStorage(Storage):
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to put memory behind every range."""
-        return sum([r.device_bytes for r in self.object_ranges.all])
+        return sum([r.pages.needed_bytes for r in self.object_ranges.all])
 
     def sizes(self) -> tuple[int, int, int]:
         device_bytes = own_bytes = aside_bytes = 0
         for r in self.object_ranges.all:
-            device_bytes += r.device_bytes
+            device_bytes += r.pages.needed_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
-        unadopted_bytes = self.unadopted_bytes
+        unadopted_bytes = self.unadopted.nbytes if self.unadopted.storages else 0
         return (
             device_bytes + unadopted_bytes + self.unborn_bytes,
             own_bytes + aside_bytes + unadopted_bytes,
@@ -222,8 +210,8 @@ class AdoptedStorage(Storage):
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
-        if (unadopted_bytes := self.scanner.unadopted_bytes()) is not None:
-            self.unadopted_bytes = unadopted_bytes
+        if (unadopted := self.scanner.unadopted()) is not None:
+            self.unadopted = unadopted
             self.look_at_unborn()
             self.look_at_framework_memory()
 
@@ -271,7 +259,7 @@ class AdoptedStorage(Storage):
                 for index in r.pages.at(Behind.OWN)
                 if (chunk := r.pages.table[index].memory) is not None
             )
-            wanted = r.chunk_sizes if is_needed else ()
+            wanted = r.pages.needed_sizes if is_needed else ()
             if sizes != wanted:
                 raise IntegrityError(
                     f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks "
@@ -523,7 +511,6 @@ class AdoptedStorage(Storage):
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
-        self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
         lasting = born.lasting + [
             each.adoptee
@@ -550,12 +537,10 @@ class AdoptedStorage(Storage):
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
         """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters
         on the CPU). Returns their ranges."""
-        before, here = self.ranges, 0
+        before, here = self.ranges, list[Adoptee]()
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.lasting), (True, born.transient)):
-            here += sum(
-                each.nbytes for each in adoptees if each.storage.device == self.device.torch_device
-            )
+            here += [each for each in adoptees if each.storage.device == self.device.torch_device]
             away = [each for each in adoptees if each.storage.device != self.device.torch_device]
             if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
                 self.set_ranges((*self.ranges, fresh))
@@ -565,7 +550,7 @@ class AdoptedStorage(Storage):
             self.scanner.rescan()
             # the load may fail and be tried again
             self.object_ranges.note_more_versions(self.scanner.versions)
-        self.unadopted_bytes = here
+        self.unadopted = Unadopted.of(here)
         self.look_at_unborn()
         return self.ranges[len(before) :]
 

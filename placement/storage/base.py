@@ -17,16 +17,44 @@ The defaults are the answers of a storage without host copy, ranges and tags.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
 
 if TYPE_CHECKING:
+    from placement.storage.layout import Adoptee
     from placement.storage.range import Range
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
+together; 0 if only weak references are left."""
+
+
+class Unadopted(NamedTuple):
+    """Storages in torch's own memory. They are not kept alive."""
+
+    storages: Sequence[int] = ()  # `_cdata`
+    sizes: Sequence[int] = ()
+    references: Sequence[StorageWeakRef] = ()  # no new storage gets a dead one's `_cdata`
+
+    @classmethod
+    def of(cls, adoptees: Sequence[Adoptee]) -> Unadopted:
+        return cls(
+            [each.storage._cdata for each in adoptees],
+            [each.nbytes for each in adoptees],
+            [StorageWeakRef(each.storage) for each in adoptees],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are still alive."""
+        return sum(itertools.compress(self.sizes, map(storage_use_count, self.storages)))
 
 
 class Storage(abc.ABC):
@@ -55,6 +83,14 @@ class Storage(abc.ABC):
         return False
 
     # --- bytes
+
+    unadopted = Unadopted()
+
+    @property
+    def unadopted_bytes(self) -> int:
+        """The part of `resident_bytes` in torch's own memory, which gets a place in a range at the
+        next offload: as of the last measurement, without what was dropped since."""
+        return self.unadopted.nbytes
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:
@@ -106,9 +142,6 @@ class Storage(abc.ABC):
 
     # whether bytes may arrive early: placement moves them, from a host copy of this process alone
     can_prefetch = False
-    # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next
-    # offload
-    unadopted_bytes = 0
     # the part of `num_bytes` for optimizer state that steps have still to create, as of the last
     # measurement
     unborn_bytes = 0

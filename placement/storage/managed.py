@@ -25,6 +25,7 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
+from placement.storage.base import Unadopted
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
@@ -43,7 +44,6 @@ class MoveResult:
     stray_references: int = 0
     stray_names: str = ""
     brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
-    nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition
@@ -54,8 +54,6 @@ class MoveResult:
                 "device; the registered values were kept. Register it without readonly=True if it "
                 "is meant to be written."
             )
-        if self.nan:
-            yield IntegrityError(self.nan)
         if self.brought_back:
             yield IntegrityError(
                 f"{self.brought_back} of {name!r} lay in other memory than theirs when it was "
@@ -167,9 +165,6 @@ class ManagedStorage(AdoptedStorage):
             for each in held:
                 each.disown(live)
         dead = self.dead()
-        # before they are dropped: they have the numbers of tensors that were replaced
-        if any(not r.transient for r in dead):
-            self.nan_check.look_at_new(self.scanner.rescan().lasting)
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
@@ -256,8 +251,6 @@ class ManagedStorage(AdoptedStorage):
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
-        # it names the time of the offload before
-        nan = self.nan_check.take(self.offloaded_timestamp_seconds)
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
@@ -271,7 +264,6 @@ class ManagedStorage(AdoptedStorage):
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
             brought_back=", ".join(brought_back[:8]),
-            nan=nan,
         )
 
     def commit_load(self) -> None:
@@ -364,10 +356,23 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
             self.object_ranges.may_be_written = True
-        self.unadopted_bytes = 0
+        self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of dropped gradients, page by page."""
+        chunk_pool = ChunkPool(self.device)
+        for r in self.ranges if self.is_consistent else ():
+            # a state dict of state that was a gradient may have been loaded back
+            if (indices := r.unused_pages()) and not r.has_any(
+                self.state_dict_tensors.held_addresses
+            ):
+                if self.on_device:
+                    self.device.sync()  # kernels on any stream may still read what was dropped
+                r.pages.give_up(indices, chunk_pool)
+        chunk_pool.release()
 
     def immovable(self) -> Iterator[RegistrationError]:
         for name, problem in self.adapter.immovable():

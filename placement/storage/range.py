@@ -23,15 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
+from placement.storage.base import storage_use_count
 from placement.storage.disk import Spill
 from placement.storage.fingerprints import fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
+from placement.storage.unused import UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
-
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
-together; 0 if only weak references are left."""
 
 
 @dataclass(slots=True)
@@ -79,7 +77,6 @@ class Range:
         self.nbytes = used_bytes(layout.nbytes)
         # see `layout.chunk_sizes`
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        self.device_bytes = sum(self.chunk_sizes)
         self.pages = self._pages_class(
             device, layout.addresses, self.chunk_sizes, self.nbytes, slab
         )
@@ -96,6 +93,9 @@ class Range:
         ) = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases,
         and the reference counts of then."""
+        self._unused: UnusedPages | None = None  # None where it is not transient
+        # called, in any thread, when a page of it has become unused
+        self.when_unused: Callable[[], object] = lambda: None
         # whether a state dict has shown the slab. Its holder may have written there, so `prints`
         # may be out of date.
         self.is_shown = False
@@ -139,16 +139,30 @@ class Range:
             placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
+        self._watch()
 
     def forget(self, entry: PlacedStorage) -> None:
         """Remove a storage that has left for good. Its place stays empty."""
         self.counted = self._by_storage = None
         self.placed = tuple(each for each in self.placed if each is not entry)
+        self._watch()
 
     def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
         # first: they have the address of the old storage, which may be freed now
         self.counted = self._by_storage = None
         entry.ref, entry.use_count = StorageWeakRef(home), 0
+        self._watch()
+
+    def _watch(self) -> None:
+        self.pages.need_all()
+        if self.transient:
+            self._unused = UnusedPages(
+                self.placed, self._device.chunk_bytes, len(self.chunk_sizes), self.when_unused
+            )
+
+    def unused_pages(self) -> set[int]:
+        """The pages that have become unused since memory was last given up."""
+        return set() if self._unused is None else self._unused.found - self.pages.unused
 
     def place_of(self, storage: torch.UntypedStorage) -> PlacedStorage | None:
         """The place to which a storage belongs, wherever it lies now; None where it has no place in
@@ -243,6 +257,12 @@ class Range:
             for entry, storage in alive
             if storage is not None and storage.data_ptr() != base + entry.offset
         ]
+
+    def differing(
+        self, known: torch.Tensor | None, found: torch.Tensor, first: int = 0
+    ) -> list[int]:
+        """The pages, without unused ones, whose bytes differ: see `differing`."""
+        return [i for i in differing(known, found, first) if i not in self.pages.unused]
 
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index

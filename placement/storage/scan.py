@@ -28,6 +28,7 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
+from placement.storage.base import Unadopted, storage_use_count
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
@@ -44,7 +45,6 @@ from placement.storage.range import (
     PlacedStorage,
     Range,
     Versions,
-    storage_use_count,
 )
 from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import (
@@ -214,13 +214,14 @@ class StorageScanner:
         # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by
         # then
         self._adopted: object | None = None
-        # the ranges at the last `unadopted_bytes`, and the record
+        # the ranges at the last `unadopted`, and the record
         self._measured_at: tuple[tuple[Range, ...], object] | None = None
         # host memory reserved for storages that are not created yet
         self.reserved: HostSlab | None = None
         self._reserved_addresses: Addresses | None = None
         # memory of gradients that have died, for those of the present offload: pinning takes long
         self.spare: HostSlab | None = None
+        self.when_unused: Callable[[], object] = lambda: None  # see `Range`
         # whether all ranks of a group are making the present move, in the same change of the group
         self.moves_together = False
         _SCANNERS.add(self)
@@ -411,10 +412,10 @@ class StorageScanner:
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def unadopted_bytes(self) -> int | None:
-        """Bytes of the object's storages in torch's own memory. None where nothing that comes with
-        a training has come since the last call, see `Adapter.record_if_current`: a policy that
-        never offloads asks often."""
+    def unadopted(self) -> Unadopted | None:
+        """The object's storages in torch's own memory. None where nothing that comes with a
+        training has come since the last call, see `Adapter.record_if_current`: a policy that never
+        offloads asks often."""
         if (record := self.adapter.record_if_current()) is not None and self._measured_at == (
             self.ranges.all,
             record,
@@ -422,11 +423,7 @@ class StorageScanner:
             return None
         new = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return sum(
-            {
-                adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)
-            }.values()
-        )
+        return Unadopted.of((*new.lasting, *new.transient))
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for storages that are not transient and exist at
@@ -461,6 +458,7 @@ class StorageScanner:
             self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
         fresh = kind(self._device, layout, slab, tuple(adoptees), transient)
+        fresh.when_unused = self.when_unused
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:

@@ -25,7 +25,6 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
-from placement.storage.fingerprints import differing
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
@@ -100,7 +99,7 @@ class Comparison:
         first, found = self._num_compared, self.ask()()
         self._num_compared, self._asked = (last := first + len(found)), None
         self.device_prints[first:last] = found
-        return range(first, last), differing(
+        return range(first, last), self._range.differing(
             None if self.host_prints is None else self.host_prints[first:last], found, first
         )
 
@@ -365,8 +364,6 @@ class Exchange:
             holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
-        for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
-            holding.nan_check.put_right(asked)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
