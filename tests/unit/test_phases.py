@@ -47,6 +47,15 @@ def test_only_takes_names_handles_and_any_iterable_but_no_string(worker: Worker)
         worker.manager.phase("train", only=[3])  # type: ignore[list-item]
 
 
+def test_a_switch_to_the_open_phase_moves_nothing(worker: Worker) -> None:
+    """It begins each step of a loop in one open phase, the first one included."""
+    with worker.manager.phase("log_prob") as phase:
+        entries = list(worker.manager.journal)
+        phase.switch("log_prob")
+        assert list(worker.manager.journal) == entries
+        assert worker.on_device() == {"actor", "ref"}
+
+
 def test_a_phase_transition_counts_for_the_phase_that_it_goes_to() -> None:
     """Its stall, its time and its journal entries; also if it fails, and for a phase that was
     garbage-collected."""
