@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -121,8 +121,8 @@ class PhaseStack:
                 "enter",
                 PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept),
                 back,
+                stalled,
             )
-            self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -133,13 +133,23 @@ class PhaseStack:
             self._note_end(phase)
             kept = phases.kept | self._worth_keeping(phase)
             self._change(
-                phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan
+                phase,
+                "switch to",
+                PhaseRequest(name, only, enclosing, around, kept),
+                phase.plan,
+                stalled,
             )
-            self._journal.stall_seconds[name] += stalled()
 
-    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
+    def _change(
+        self,
+        phase: OpenPhase,
+        verb: str,
+        wanted: PhaseRequest,
+        back: Plan,
+        stalled: Callable[[], float],
+    ) -> None:
         """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
-        and the keeps)."""
+        and the keeps). The seconds that `stalled` gives count for the wanted phase."""
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
         try:
@@ -154,6 +164,8 @@ class PhaseStack:
             if not isinstance(error, CoordinatorLost):
                 _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
             raise
+        finally:
+            self._journal.stall_seconds[wanted.name] += stalled()
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
         phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
@@ -177,6 +189,7 @@ class PhaseStack:
             phases.require_leavable(phase)
             stalled, others = self.reconciler.stopwatch(), phases.without(phase)
             left_to = innermost(others) or IDLE
+            self._journal.enter_phase(left_to, others[-1].only if others else None)
             try:
                 self._note_end(phase)
                 self._expire_keeps()
@@ -199,8 +212,7 @@ class PhaseStack:
                 raise
             finally:
                 phases.all = others
-                self._journal.enter_phase(phases.name, phases.only)
-                self._journal.stall_seconds[phase.name] += stalled()
+                self._journal.stall_seconds[left_to] += stalled()
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
@@ -414,14 +426,15 @@ class PhaseStack:
             # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none
             # itself
             self._expire_keeps()
-            failures = self.reconciler.retreat(
-                phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE
-            )
+            stalled, others = self.reconciler.stopwatch(), phases.without(gone[0])
+            left_to = innermost(others) or IDLE
+            self._journal.enter_phase(left_to, others[-1].only if others else None)
+            failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], left_to)
             if self.lock.vote is not None:
                 self.lock.vote.abandoned(gone[0].name)
             # last, so that after an interrupt the next phase transition does all of this again
-            phases.all = phases.without(gone[0])
-            self._journal.enter_phase(phases.name, phases.only)
+            phases.all = others
+            self._journal.stall_seconds[left_to] += stalled()
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
 
