@@ -227,8 +227,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **keywords: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
-        if torch.is_grad_enabled() and self._is_placed and self._turns.phase == "train":
-            return compute(model, *args, **keywords)  # a part of the loss
+        if not self._is_placed or (torch.is_grad_enabled() and self._turns.phase == "train"):
+            return compute(model, *args, **keywords)  # nothing is placed, or it is part of the loss
         with (
             self._turn_of_reference()
             if model is self.ref_model
