@@ -25,7 +25,7 @@ from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.base import storage_use_count
 from placement.storage.disk import Spill
-from placement.storage.fingerprints import fingerprints, used_bytes
+from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
 from placement.storage.unused import UnusedPages
