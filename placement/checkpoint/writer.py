@@ -22,7 +22,7 @@ class _Job(BackgroundThread):
     callbacks of the future may wait for later jobs."""
 
     def __init__(self, call: Callable[[], Any], turn: threading.Event) -> None:
-        super().__init__("placement-checkpoint", call)
+        super().__init__("placement-checkpoint", self._take_turn)
         self.daemon = False  # what is queued is written before the process exits
         self._call, self._turn = call, turn
         self.end = threading.Event()
@@ -30,7 +30,7 @@ class _Job(BackgroundThread):
         # No rank can cancel alone, because the others would wait for it.
         self.future.set_running_or_notify_cancel()
 
-    def run(self) -> None:
+    def _take_turn(self) -> None:
         self._turn.wait()
         try:
             try:
