@@ -163,7 +163,7 @@ def state_of(
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, (dict, Mapping)):
             yield from (
-                (name, str(owner), group, tensor)
+                (name, str(unlisted), group, tensor)
                 for name, tensor in nested_tensors(entry, label, levels)
             )
             continue

@@ -422,11 +422,10 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Raise EngineError for a phase that would generate with an engine whose weights were
-        discarded and not published again."""
+        """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
         for handle in self._handles.values():
-            stale = handle.storage.stale
+            stale = handle.stale
             if (
                 stale is not None
                 and plan.on_device(handle.name)
