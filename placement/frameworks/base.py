@@ -70,6 +70,12 @@ class Advised(NamedTuple):
         return self.cls.is_of(obj) and (self.when is None or self.when(obj))
 
 
+Reading = str | Callable[[Any, tuple[Any, ...], dict[str, Any]], str | None]
+"""The end of an error that says what an offloaded object cannot be ("merged with its adapters"), or
+a function that returns it for a call: it is given the object and the arguments, and returns None
+for a call that needs no tensor."""
+
+
 class OwnState(abc.ABC):
     """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for
     moves and for checkpoints."""
@@ -201,9 +207,10 @@ class Framework:
         return None
 
     @classmethod
-    def reading_methods(cls, obj: object) -> Sequence[str]:
+    def reading_methods(cls, obj: object) -> Sequence[str] | Mapping[str, Reading]:
         """Names of methods of a module or optimizer that read or write its tensors without calling
-        any hook of torch."""
+        any hook of torch, so that they are refused while it is offloaded. With each name may go a
+        text for the error."""
         return ()
 
     # --- about one module tree
@@ -437,6 +444,16 @@ def wrappers() -> list[tuple[type, str]]:
     return [
         (cls, wrapper.inner) for wrapper in known if (cls := loaded_class(*wrapper.cls)) is not None
     ]
+
+
+def reading_methods(obj: object) -> dict[str, Reading]:
+    """The answers of all frameworks, as far as the object has the methods."""
+    found: dict[str, Reading] = {}
+    for names in asked("reading_methods", obj):
+        found |= (
+            names if isinstance(names, Mapping) else dict.fromkeys(names, "read by its framework")
+        )
+    return {name: what for name, what in found.items() if callable(getattr(type(obj), name, None))}
 
 
 def own_state(optimizer: object) -> OwnState | None:

@@ -127,7 +127,7 @@ class Megatron(Framework):
     @classmethod
     def reading_methods(cls, obj: object) -> Sequence[str]:
         if _OPTIMIZER.is_of(obj):
-            return [name for name in _READING if callable(getattr(type(obj), name, None))]
+            return _READING
         return ["sharded_state_dict"] if _MODULE.is_of(obj) else []
 
     @classmethod
