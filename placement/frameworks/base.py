@@ -133,6 +133,9 @@ class Framework:
     can publish them."""
     carriers: ClassVar[Sequence[Named]] = ()
     """Tensor subclasses that keep their bytes in the tensor's own storage, like a plain tensor."""
+    hangs_tensors: ClassVar[bool] = False
+    """Whether the framework keeps tensors in attributes of parameters. Then only `tensors()` says
+    which of them are the module's; else all of them are."""
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:

@@ -70,6 +70,7 @@ class Megatron(Framework):
     `main_grad`, and Megatron's optimizers."""
 
     packages = ("megatron.core",)
+    hangs_tensors = True
     recognised_by = (_DDP,)
     wrappers = (
         Wrapper(
@@ -434,6 +435,7 @@ class MegatronFSDPShards(Framework):
     """All MegatronFSDP modules of a module tree."""
 
     packages = ("megatron.core", "megatron_fsdp")
+    hangs_tensors = True
     recognised_by = _FSDP
     wrappers = tuple(Wrapper(named, "module") for named in _FSDP)
     with_own_export = _FSDP

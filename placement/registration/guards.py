@@ -293,12 +293,8 @@ class ReadGuard(Guard):
         self._what = what
 
     def __call__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known, what = self._handle(), self._what
-        if not isinstance(what, str):
-            what = None if known is None or not is_off(known) else what(target, args, kwargs)
-        # without a tensor they serve in a forked child, too, where `handle()` raises
-        handle = None if what is None else self.handle()
-        if what is None or handle is None or not is_off(handle):
+        what = self._what if isinstance(self._what, str) else self._asked(target, args, kwargs)
+        if what is None or (handle := self.handle()) is None or not is_off(handle):
             return
         phase = "train" if handle.kind == "optimizer" else "log_prob"
         advice = _advise(
@@ -314,6 +310,13 @@ class ReadGuard(Guard):
                 "manager.phase('log_prob')"
             )
         refuse(handle, what, advice)
+
+    def _asked(self, *call: Any) -> str | None:
+        """What the call would do to an offloaded object. No handle is asked for before, because
+        without a tensor such methods serve in a forked child, too."""
+        assert callable(self._what)
+        known = self._handle()
+        return self._what(*call) if known is not None and is_off(known) else None
 
 
 class StateDictGuard(Guard):
