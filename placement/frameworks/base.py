@@ -74,6 +74,7 @@ Reading = str | Callable[[Any, tuple[Any, ...], dict[str, Any]], str | None]
 """The end of an error that says what an offloaded object cannot be ("merged with its adapters"), or
 a function that returns it for a call: it is given the object and the arguments, and returns None
 for a call that needs no tensor."""
+READ: Reading = "read by its framework"
 
 
 class OwnState(abc.ABC):
@@ -453,9 +454,7 @@ def reading_methods(obj: object) -> dict[str, Reading]:
     """The answers of all frameworks, as far as the object has the methods."""
     found: dict[str, Reading] = {}
     for names in asked("reading_methods", obj):
-        found |= (
-            names if isinstance(names, Mapping) else dict.fromkeys(names, "read by its framework")
-        )
+        found |= names if isinstance(names, Mapping) else dict.fromkeys(names, READ)
     return {name: what for name, what in found.items() if callable(getattr(type(obj), name, None))}
 
 

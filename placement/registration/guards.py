@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
-from placement.frameworks.base import Reading, reading_methods
+from placement.frameworks.base import READ, Reading, reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import (
@@ -288,12 +288,12 @@ class ReadGuard(Guard):
     """Runs before a framework's method that reads or writes tensors past every hook of torch:
     Megatron's `sharded_state_dict`, PEFT's `merge` (which would only record the merge)."""
 
-    def __init__(self, handle: Handle, what: Reading) -> None:
+    def __init__(self, handle: Handle, what: Reading = READ) -> None:
         super().__init__(handle)
         self._what = what
 
-    def __call__(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        what = self._what if isinstance(self._what, str) else self._asked(target, args, kwargs)
+    def __call__(self, *call: Any) -> None:
+        what = self._what if isinstance(self._what, str) else self._asked(*call)
         if what is None or (handle := self.handle()) is None or not is_off(handle):
             return
         phase = "train" if handle.kind == "optimizer" else "log_prob"
@@ -312,8 +312,8 @@ class ReadGuard(Guard):
         refuse(handle, what, advice)
 
     def _asked(self, *call: Any) -> str | None:
-        """What the call would do to an offloaded object. No handle is asked for before, because
-        without a tensor such methods serve in a forked child, too."""
+        """The answer for this call. None while the object is on the device, and nothing is raised
+        then in a forked child, where such methods serve if they need no tensor."""
         assert callable(self._what)
         known = self._handle()
         return self._what(*call) if known is not None and is_off(known) else None
