@@ -150,8 +150,6 @@ def state_of(
     """The state's tensors, `levels` objects deep: name, key in an entry, group, tensor. Those
     without a parameter come last."""
     state: Mapping[Any, Any] = leaf.optimizer.state
-    if not state:
-        return
     order: dict[int, tuple[int, Mapping[str, Any]]] = {}
     for group in leaf.optimizer.param_groups:
         for parameter in group["params"]:
