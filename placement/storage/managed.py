@@ -25,7 +25,7 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.base import Unadopted
+from placement.storage.alive import Unadopted
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range

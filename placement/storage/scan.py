@@ -28,7 +28,7 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
-from placement.storage.base import Unadopted, storage_use_count
+from placement.storage.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
@@ -42,7 +42,6 @@ from placement.storage.range import (
     RANGES,
     ObjectRanges,
     Owner,
-    PlacedStorage,
     Range,
     Versions,
 )
