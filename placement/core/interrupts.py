@@ -154,7 +154,7 @@ class BoundedCalls:
         self._late: Future[Any] | None = None
         # A daemon thread, because a call that never returns must not keep the interpreter from
         # exiting.
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        BackgroundThread(name, functools.partial(_work, self._calls)).start()
         weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
