@@ -82,9 +82,9 @@ class Manager:
     every handle belongs, and moves the handles there.
 
     Args:
-        device: "auto" (this process's accelerator), a name such as "cuda:0" or "simulated:1GiB", or
-        a `Device`. A `torch.device` and the
-            index of a CUDA device are taken, too.
+        device: a name such as "cuda:0" or "simulated:1GiB", or a `Device`. "auto" is the device of
+            the environment variable `PLACEMENT_DEVICE`, else this process's accelerator. A
+            `torch.device` and the index of a CUDA device are taken, too.
         policy: the name of an entry point in the group "placement.policies",
         "package.module:Class", a class, or an instance. A string
             may include options: "colocated(drop_gradients=True)".

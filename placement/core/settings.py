@@ -79,6 +79,11 @@ def bytes_of(name: str, value: SupportsIndex | str) -> int:
     return operator.index(value)
 
 
+def device_of_environment() -> str:
+    """The name of the device that the environment wants for "auto"; "auto" if it names none."""
+    return os.environ.get(f"{PREFIX}DEVICE") or "auto"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an error message that proposes the known word that is most like a wrong one; empty
     if none is."""
@@ -115,7 +120,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str = Field(default="auto", min_length=1)
-    """The device: "auto", "cuda:0", ..."""
+    """The device: "auto", "cuda:0", ... "auto" is the device of `PLACEMENT_DEVICE` where that is
+    set, else this process's accelerator."""
     policy: str = Field(default="colocated", min_length=1)
     """A policy: an entry point's name or "package.module:Class". Either may carry literal options:
     "colocated(drop_gradients=True)"."""

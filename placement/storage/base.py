@@ -138,8 +138,6 @@ class Storage(abc.ABC):
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
     resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
-    # why the weights are invalid until they are published again; None while they are valid
-    stale: str | None = None
 
     @property
     def offloaded_tags(self) -> frozenset[str]:

@@ -33,10 +33,11 @@ from placement.devices.base import Device
 from placement.devices.host.slab import Slab, upload
 from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.storage.fingerprints import fingerprints
 from placement.storage.layout import Adoptee
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
-from placement.storage.range import Range, fingerprints
+from placement.storage.range import Range
 
 # the most bytes of masters on the device at a time while weights are cast from masters on the host
 STAGING_BYTES = 64 << 20

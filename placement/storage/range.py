@@ -4,51 +4,30 @@ storages and tensors in them.
 A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same
 weights, would move the same bytes against each other. So every adoption looks into the table of all
 ranges first (`RANGES`), which says who owns an address.
-
-Fingerprints show which bytes of a range changed. They are computed from the bytes themselves,
-because `Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and
-writes through `.data` leave it alone. Each 8-byte word is mixed with its position and the results
-are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps
-its fingerprint with a chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood,
-"Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-import importlib
-import importlib.util
 import itertools
 import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.interrupts import WeakIdSet
-from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.alive import PlacedStorage, UnusedPages
 from placement.storage.disk import Spill
+from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
 from placement.tensors.plain import Outline, Owned, is_wrapper
-
-STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-
-
-def used_bytes(nbytes: int) -> int:
-    """The bytes that a range of `nbytes` uses: whole 8-byte words, because fingerprints are made of
-    these."""
-    return -(-nbytes // 8) * 8
 
 
 class Range:
@@ -264,69 +243,6 @@ class Range:
 
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
-
-
-# --- fingerprints
-
-
-def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing
-    waits for the host. `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
-    `sizes`: bytes of each piece, multiples of 8."""
-    if not sizes:
-        return torch.empty(0, dtype=torch.int64, device=data.device)
-    with torch.no_grad():
-        words = data[: sum(sizes)].view(torch.int64)
-        if data.is_cuda and (kernel := _kernel(data.device)) is not None and kernel.fits(sizes):
-            found: torch.Tensor = kernel.fingerprints(words, sizes)
-            return found
-        return _by_torch(words, sizes)
-
-
-def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
-    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all
-    where none are. `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
-    `first`: the number of the first chunk."""
-    places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
-    return [first + index for index in places]
-
-
-@functools.cache
-def _kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile
-    (it needs a C compiler)."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
-        kernel.fingerprints(torch.zeros(1, dtype=torch.int64, device=device), [8])
-    # a missing compiler shows as errors of many kinds, and none of them may fail an offload
-    except Exception as error:
-        logger.warning(
-            "Triton's kernel for fingerprints does not run here, so they take about three times as "
-            "long: %s",
-            error,
-        )
-        return None
-    return kernel
-
-
-def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The definition of fingerprints, used where Triton does not run. It takes about three times as
-    long, and temporaries of 3 pieces."""
-    keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(STEP)
-    out = []
-    for piece in words.split([size // 8 for size in sizes]):
-        mixed = piece + keys[: piece.numel()]
-        mixed = mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MIX_1 - (1 << 64))
-        mixed = mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MIX_2 - (1 << 64))
-        out.append(mixed.bitwise_xor_(_shift(mixed, 31)).sum())
-    return torch.stack(out)
-
-
-def _shift(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right: torch's shift of a signed integer drags the sign along."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # --- who owns an address

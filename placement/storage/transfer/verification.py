@@ -17,9 +17,10 @@ import torch
 from placement.core.errors import IntegrityError, listed
 from placement.core.settings import Verify
 from placement.storage.disk import NO_OTHER_COPY, chunk_words
+from placement.storage.fingerprints import differing, fingerprints
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Range, differing, fingerprints
+from placement.storage.range import Range
 
 
 class Verifier:
