@@ -341,15 +341,17 @@ class Reconciler:
         self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
 
     def give_back_unused(self) -> None:
-        """Give back the memory of gradients that were dropped."""
-        self.has_unused = False
-        for handle in self._handles.values():
-            try:
+        """Give back the memory of gradients that were dropped. Where that cannot be now, the next
+        phase transition does it."""
+        try:
+            if self._device.is_capturing():  # to wait would break the capture
+                return
+            for handle in self._handles.values():
                 if handle.holding is not None:
                     handle.holding.give_back_unused()
-            except Exception as error:  # what needs the device next says so
-                self.has_unused = True
-                logger.warning("%s: dropped gradients keep memory: %s", handle.name, str(error))
+            self.has_unused = False
+        except Exception as error:  # what needs the device next says so
+            logger.warning("dropped gradients keep their memory: %s", str(error))
 
     def _trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes.

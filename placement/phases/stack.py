@@ -462,6 +462,7 @@ def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:
     if sys.is_finalizing() or (living := stack()) is None:
         return
     living.reconciler.has_unused = True
-    with living.lock.if_free() as is_free:
-        if is_free and not living._device.is_capturing():
-            living.reconciler.give_back_unused()
+    if not is_background():
+        with living.lock.if_free() as is_free:
+            if is_free:
+                living.reconciler.give_back_unused()

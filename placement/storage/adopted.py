@@ -24,7 +24,6 @@ from placement.core.journal import logger
 from placement.core.states import State
 from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
-from placement.storage.alive import Unadopted
 from placement.storage.base import Storage
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.pages import Behind, ChunkPool
@@ -40,6 +39,7 @@ from placement.storage.scan import (
 )
 from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
+from placement.tensors.alive import Unadopted
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
@@ -551,7 +551,7 @@ class AdoptedStorage(Storage):
             self.scanner.rescan()
             # the load may fail and be tried again
             self.object_ranges.note_more_versions(self.scanner.versions)
-        self.unadopted = Unadopted.of(here)
+        self.unadopted = Unadopted.of([each.storage for each in here])
         self.look_at_unborn()
         return self.ranges[len(before) :]
 

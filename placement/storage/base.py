@@ -24,7 +24,7 @@ import torch
 
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
-from placement.storage.alive import Unadopted
+from placement.tensors.alive import Unadopted
 
 if TYPE_CHECKING:
     from placement.storage.range import Range

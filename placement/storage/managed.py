@@ -25,11 +25,11 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.alive import Unadopted
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
+from placement.tensors.alive import Unadopted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Between two mappings, or after one that failed, a page has memory that is behind
 * `save`: a copy to the host where the device is newest.
 * `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next
   page that takes it. `discard`: the same of what is aside.
+* `give_up`: the same for good, of pages in which nothing lies any more.
 * `settle`: from any state to one side.
 
 Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours,

@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
-from placement.storage.alive import PlacedStorage, UnusedPages
 from placement.storage.disk import Spill
 from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
+from placement.tensors.alive import PlacedStorage, UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
 
 

@@ -28,7 +28,6 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
-from placement.storage.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
@@ -46,6 +45,7 @@ from placement.storage.range import (
     Versions,
 )
 from placement.storage.state_dicts import StateDictTensors
+from placement.tensors.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.tensors.plain import (
     Owned,
     align_all,
@@ -422,7 +422,7 @@ class StorageScanner:
             return None
         new = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return Unadopted.of((*new.lasting, *new.transient))
+        return Unadopted.of([each.storage for each in (*new.lasting, *new.transient)])
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for storages that are not transient and exist at

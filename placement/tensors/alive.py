@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.storage.layout import Adoptee
-
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++
 together; 0 if only weak references are left."""
@@ -55,11 +53,11 @@ class Unadopted(NamedTuple):
     references: Sequence[StorageWeakRef] = ()  # no new storage gets a dead one's `_cdata`
 
     @classmethod
-    def of(cls, adoptees: Sequence[Adoptee]) -> Unadopted:
+    def of(cls, storages: Sequence[torch.UntypedStorage]) -> Unadopted:
         return cls(
-            [each.storage._cdata for each in adoptees],
-            [each.nbytes for each in adoptees],
-            [StorageWeakRef(each.storage) for each in adoptees],
+            [each._cdata for each in storages],
+            [each.nbytes() for each in storages],
+            [StorageWeakRef(each) for each in storages],
         )
 
     @property
