@@ -183,11 +183,7 @@ class Registry:
         return found
 
     def _bind(
-        self,
-        handle: Handle,
-        target: Any,
-        external: bool,
-        ranks: Ranks | None = None,
+        self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None
     ) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None and (adapter.kind == "engine" or adapter.external is not None):
