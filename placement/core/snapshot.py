@@ -268,7 +268,7 @@ class Finding(Frozen):
     handle: str | None
     what: str
     """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write",
-    "unregistered_optimizer"."""
+    "unregistered_optimizer", "needs_weights"."""
     detail: str
 
 

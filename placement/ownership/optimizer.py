@@ -30,13 +30,16 @@ from placement.ownership.optimizer_state import (
 )
 from placement.tensors.plain import (
     LAZY_VIEW,
+    OBJECT_LEVELS,
     PLAIN_TYPES,
     Owned,
     has_bytes,
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_plain_type,
     is_sparse,
+    nested_tensors,
     owned_parts,
     parts_of,
     plain_parts,
@@ -174,7 +177,8 @@ class OptimizerAdapter(Adapter):
             id(own): own
             for own in (*models.values(), *(models.get(id(each), each) for each in parameters))
         }.values()
-        gradients = gradients_of(theirs)
+        # main parameters hang there, too, where the modules' are not stepped themselves
+        gradients = gradients_of(theirs, with_others=not models)
         seen = {*map(id, parameters), *gradients}
         of_gradients = _storages(gradients.values())
         storages = _storages(theirs) | of_gradients
@@ -484,15 +488,14 @@ def main_parameters(
                 yield from owned_parts(gradient, f"main.{index}.{name}", transient=True)
 
 
-def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The gradients of modules' parameters (`grad` and `main_grad`), by identity."""
-    found = (
-        (each.grad if is_leaf(each) else None, getattr(each, "main_grad", None))
-        for each in parameters
-    )
-    return {
-        id(gradient): gradient
-        for pair in found
-        for gradient in pair
-        if isinstance(gradient, torch.Tensor)
-    }
+def gradients_of(
+    parameters: Iterable[torch.Tensor], *, with_others: bool = False
+) -> dict[int, torch.Tensor]:
+    """The gradients of modules' parameters (`grad` and `main_grad`), and optionally all other
+    tensors in their attributes, by identity."""
+    found: list[Any] = []
+    for each in parameters:
+        found += (each.grad if is_leaf(each) else None, getattr(each, "main_grad", None))
+        if with_others and is_plain_type(type(each)):
+            found += (tensor for _, tensor in nested_tensors(vars(each), "", OBJECT_LEVELS))
+    return {id(each): each for each in found if isinstance(each, torch.Tensor)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -302,11 +302,16 @@ class Reconciler:
         if self.disk_tier is not None:
             self.disk_tier.arrange(name)
 
-    def stopwatch(self) -> Callable[[], float]:
-        """Start a stopwatch. It gives the seconds until now, without those in which the worker's
+    @contextmanager
+    def stall_of(self, name: str) -> Iterator[None]:
+        """Count the seconds inside as a stall of this phase, without those in which the worker's
         own kernels were waited for."""
-        began, work_seconds = time.monotonic(), self._work_seconds
-        return lambda: time.monotonic() - began - (self._work_seconds - work_seconds)
+        began, worked = time.monotonic(), self._work_seconds
+        try:
+            yield
+        finally:
+            waited = time.monotonic() - began
+            self._journal.stall_seconds[name] += waited - (self._work_seconds - worked)
 
     def _wait_for_work(self) -> None:
         """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early
@@ -422,11 +427,10 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Raise EngineError for a phase that would generate with an engine whose weights were
-        discarded and not published again."""
+        """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
         for handle in self._handles.values():
-            stale = handle.storage.stale
+            stale = handle.stale
             if (
                 stale is not None
                 and plan.on_device(handle.name)

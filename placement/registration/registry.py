@@ -107,6 +107,7 @@ class Registry:
             self._phase_now,
             self._settings.call_deadline_seconds,
         )
+        handle.engines = self._engines
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
             if isinstance(target, Lazy):
@@ -162,6 +163,14 @@ class Registry:
             hook.remove()
         handle.guards, handle.streamed = [], None
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
+
+    def _engines(self) -> list[Handle]:
+        """The engines that generate."""
+        return [
+            each
+            for each in self.handles.values()
+            if isinstance(each.object, Engine) and each.role in (None, "rollout")
+        ]
 
     def _check_name_and_role(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -22,7 +22,8 @@ from placement.core.journal import logger
 from placement.core.states import State
 from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
-from placement.storage.base import Storage, Unadopted
+from placement.storage.alive import Unadopted
+from placement.storage.base import Storage
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range

@@ -17,44 +17,17 @@ The defaults are the answers of a storage without host copy, ranges and tags.
 from __future__ import annotations
 
 import abc
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
+from placement.storage.alive import Unadopted
 
 if TYPE_CHECKING:
-    from placement.storage.layout import Adoptee
     from placement.storage.range import Range
-
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
-together; 0 if only weak references are left."""
-
-
-class Unadopted(NamedTuple):
-    """Storages in torch's own memory. They are not kept alive."""
-
-    storages: Sequence[int] = ()  # `_cdata`
-    sizes: Sequence[int] = ()
-    references: Sequence[StorageWeakRef] = ()  # no new storage gets a dead one's `_cdata`
-
-    @classmethod
-    def of(cls, adoptees: Sequence[Adoptee]) -> Unadopted:
-        return cls(
-            [each.storage._cdata for each in adoptees],
-            [each.nbytes for each in adoptees],
-            [StorageWeakRef(each.storage) for each in adoptees],
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those that are still alive."""
-        return sum(itertools.compress(self.sizes, map(storage_use_count, self.storages)))
 
 
 class Storage(abc.ABC):
@@ -165,8 +138,6 @@ class Storage(abc.ABC):
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
     resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
-    # why the weights are invalid until they are published again; None while they are valid
-    stale: str | None = None
 
     @property
     def offloaded_tags(self) -> frozenset[str]:

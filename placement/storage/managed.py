@@ -25,7 +25,7 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.base import Unadopted
+from placement.storage.alive import Unadopted
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
@@ -505,7 +505,19 @@ class ManagedStorage(AdoptedStorage):
                 self.stage = before
             raise
         self.stage = Stage.LEAVING
-        self.scanner.unadopt(on_device=self.on_device)
+
+        def have_left(address: int) -> None:
+            if self.on_device:
+                self.device.wait_for_work()
+                for r in self.ranges:
+                    base = r.layout.addresses.base
+                    r.pages.vacate(
+                        [i for i, start in enumerate(r.starts) if base + start >= address],
+                        chunk_pool,
+                    )
+                chunk_pool.release()
+
+        self.scanner.unadopt(on_device=self.on_device, have_left=have_left)
         if self.on_device:
             # the kernels that copy the values out of the ranges have only been started
             self.device.wait_for_work()

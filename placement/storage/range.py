@@ -14,7 +14,6 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,34 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
-from placement.storage.base import storage_use_count
+from placement.storage.alive import PlacedStorage, UnusedPages
 from placement.storage.disk import Spill
 from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
-from placement.storage.unused import UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
-
-
-@dataclass(slots=True)
-class PlacedStorage:
-    """One adopted storage. It is referenced weakly, so that a range never keeps a tensor alive."""
-
-    name: str
-    ref: StorageWeakRef
-    offset: int
-    nbytes: int
-    use_count: int = 0
-    """References right after adoption, without those of tensors that adapters know (0: not counted
-    yet). At an offload any more than these are stray references."""
-
-    def storage(self) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
-
-    def uses(self) -> int:
-        """References to the storage now; 0 when it is dead. Its Python object counts; the call
-        creates it if it did not exist."""
-        return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
 class Range:

@@ -28,7 +28,7 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
-from placement.storage.base import Unadopted, storage_use_count
+from placement.storage.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
@@ -42,7 +42,6 @@ from placement.storage.range import (
     RANGES,
     ObjectRanges,
     Owner,
-    PlacedStorage,
     Range,
     Versions,
 )
@@ -501,9 +500,11 @@ class StorageScanner:
 
     # --- the end of adoption
 
-    def unadopt(self, *, on_device: bool) -> None:
+    def unadopt(self, *, on_device: bool, have_left: Callable[[int], object]) -> None:
         """Give every tensor ordinary memory again, on the device or on the host. The ranges stay,
-        empty. Idempotent: where memory lacks, it can be repeated."""
+        empty. Idempotent: where memory lacks, it can be repeated.
+        `have_left`: called with an address when everything that lay there and above has left, so
+        that the memory behind it can go before the rest needs as much."""
         # what was loaded back is the object's own, and goes with what shares its memory
         if on_device:
             self.state_dict_tensors.disown(each.tensor for each in self.adapter.owned())
@@ -524,11 +525,13 @@ class StorageScanner:
         homes: dict[int, torch.UntypedStorage] = {}
         # Some lie in a range without having been adopted there: a state dict showed them, and was
         # loaded back.
+        is_alone = not any(True for _ in self.state_dict_tensors.shown())
         self._move_out(
             self._in_range(each.tensor.untyped_storage() for each in everything),
             (*own, *BORROWED),
             homes,
             on_device,
+            have_left if is_alone else _nothing_to_do,
         )
         others: list[Owned] = []
         if left := self._in_range(self.state_dict_tensors.shown()):
@@ -543,7 +546,8 @@ class StorageScanner:
                 for scanner in _SCANNERS
                 for each in (*scanner.adapter.stepped(), *scanner.tensors_now())
             ]
-            self._move_out(left, (*registered, *(each.tensor for each in others)), homes, on_device)
+            more = (*registered, *(each.tensor for each in others))
+            self._move_out(left, more, homes, on_device, _nothing_to_do)
         BORROWED.update(
             each.tensor
             for each in everything
@@ -559,12 +563,15 @@ class StorageScanner:
         tensors: Iterable[torch.Tensor],
         homes: dict[int, torch.UntypedStorage],
         on_device: bool,
+        have_left: Callable[[int], object],
     ) -> None:
         """Give these storages, and those of these tensors that use them, ordinary memory. Empties
-        the list, which keeps them alive."""
+        the list, which keeps them alive. `have_left`: see `unadopt`."""
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        placed.sort(key=lambda place: place[1].layout.addresses.base + place[2])
+        moved_bytes = 0
         while placed:
             storage, r, offset = placed.pop()
             nbytes = storage.nbytes()
@@ -582,6 +589,10 @@ class StorageScanner:
                 bytes_now,
                 homes,
             )
+            moved_bytes += nbytes
+            if moved_bytes >= _LEAVING_TOGETHER_BYTES:
+                have_left(r.layout.addresses.base + offset)
+                moved_bytes = 0
 
     def _in_range(self, more: Iterable[torch.UntypedStorage]) -> list[_InRange]:
         """The storages that lie at addresses of a range, among the adopted ones and these."""
@@ -606,6 +617,11 @@ class StorageScanner:
 
 # a storage at the addresses of a range, the range, and its offset there
 _InRange = tuple[torch.UntypedStorage, Range, int]
+_LEAVING_TOGETHER_BYTES = 1 << 30
+
+
+def _nothing_to_do(_: int) -> None:
+    pass
 
 
 def _users_in_the_process(storages: Collection[int]) -> list[Owned]:

@@ -29,9 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
+from placement.devices.poisoned import has_nan
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
-from placement.storage.poisoned import has_nan
 from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import (
     align,

@@ -16,10 +16,11 @@ from placement.devices.cuda.device import CudaDevice
 from placement.policies import Resident
 from tests.contract.growing import SIDES, Scene, sizes
 from tests.group.part_worker import little_left
+from tests.sharded.training import as_bytes
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 class Net(nn.Module):
@@ -236,3 +237,42 @@ def test_many_handles_that_grow_swap_every_bit() -> None:
     assert sum(each.num_ranges for each in scene.all.values()) > 200
     scene.leave()
     assert device.memory().chunk_bytes == 0
+
+
+def test_a_model_that_fits_once_is_handed_back_on_the_device(manager: placement.Manager) -> None:
+    """Two thirds of what is free: there is no room for the values twice."""
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - 9 * GIB, dtype=torch.uint8, device="cuda")
+    with torch.device("cuda"):
+        layers = [nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(48)]
+    model = nn.Sequential(*layers)  # 6 GiB
+    before = [as_bytes(layers[index].weight.detach().cpu()) for index in (0, 24, 47)]
+    manager.register("actor", model, role="actor")
+    torch.cuda.empty_cache()
+    manager.unregister("actor", on_device=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert [as_bytes(layers[index].weight.detach().cpu()) for index in (0, 24, 47)] == before
+    del ballast
+
+
+def test_dropped_gradients_give_their_memory_back_in_the_phase() -> None:
+    device = CudaDevice(0, chunk_bytes=2 * MIB)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()  # 32 MiB
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = placement.Manager(device=device, policy="cyclic")
+    actor = manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    manager.register("ref", nn.Linear(8, 8).cuda(), role="ref", readonly=True)
+    for step in range(3):
+        with manager.phase("train"):
+            held = device.memory().chunk_bytes
+            optimizer.zero_grad()
+            given_back = held - device.memory().chunk_bytes
+            assert given_back == (32 * MIB if step else 0)
+            model(torch.randn(4, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+        with manager.phase("ref_log_prob"):
+            assert actor.resident_bytes == 0
+    manager.check_integrity()
+    manager.close()

@@ -1,22 +1,71 @@
-"""Pages of a range in which nothing lies any more: gradients were dropped in the middle of a phase.
+"""Storages that placement refers to weakly, and what follows when they die.
 
 Torch frees a tensor's memory with the last reference to it. In a range the memory is placement's to
-give back. So one storage of each page is watched, by a weak reference to torch's own object of it,
-which lives as long as the storage. When it dies, another one of the page is watched. Where there is
-none, the page is unused.
+give back once nothing lies in a page: gradients were dropped in the middle of a phase. So one
+storage of each page is watched, by a weak reference to torch's own object of it, which lives as
+long as the storage. When it dies, another one of the page is watched. Where there is none, the page
+is unused.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-if TYPE_CHECKING:
-    from placement.storage.range import PlacedStorage
+from placement.storage.layout import Adoptee
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
+together; 0 if only weak references are left."""
+
+
+@dataclass(slots=True)
+class PlacedStorage:
+    """One adopted storage. It is referenced weakly, so that a range never keeps a tensor alive."""
+
+    name: str
+    ref: StorageWeakRef
+    offset: int
+    nbytes: int
+    use_count: int = 0
+    """References right after adoption, without those of tensors that adapters know (0: not counted
+    yet). At an offload any more than these are stray references."""
+
+    def storage(self) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+
+    def uses(self) -> int:
+        """References to the storage now; 0 when it is dead. Its Python object counts; the call
+        creates it if it did not exist."""
+        return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
+
+
+class Unadopted(NamedTuple):
+    """Storages in torch's own memory. They are not kept alive."""
+
+    storages: Sequence[int] = ()  # `_cdata`
+    sizes: Sequence[int] = ()
+    references: Sequence[StorageWeakRef] = ()  # no new storage gets a dead one's `_cdata`
+
+    @classmethod
+    def of(cls, adoptees: Sequence[Adoptee]) -> Unadopted:
+        return cls(
+            [each.storage._cdata for each in adoptees],
+            [each.nbytes for each in adoptees],
+            [StorageWeakRef(each.storage) for each in adoptees],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those that are still alive."""
+        return sum(itertools.compress(self.sizes, map(storage_use_count, self.storages)))
 
 
 class UnusedPages:

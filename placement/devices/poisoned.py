@@ -6,11 +6,10 @@ from __future__ import annotations
 import torch
 
 from placement.devices.base import POISON_WORD
-from placement.storage.changes import BITS, bits_of
 
 _PARTS = [
     POISON_WORD[start : start + width]
-    for width in BITS
+    for width in (1, 2, 4, 8)
     for start in range(0, len(POISON_WORD), width)
 ]
 _NUMBERS = sorted({int.from_bytes(part, "little", signed=True) for part in _PARTS})
@@ -27,7 +26,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
         or tensor.is_complex()
     ):
         return False
-    numbers = bits_of(tensor.reshape(-1).contiguous())
+    numbers = tensor.reshape(-1).contiguous().view(getattr(torch, f"int{8 * tensor.itemsize}"))
     found = torch.zeros_like(numbers, dtype=torch.bool)
     for number in _NUMBERS:
         if number >= torch.iinfo(numbers.dtype).min:
