@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from placement.checkpoint.optimizer import Optimizer
 from placement.checkpoint.parts import Model, Part, Path, Shown, apply, as_bytes, under
 from placement.checkpoint.writer import writer
-from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError, PlacementError
+from placement.core.modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
 from placement.storage.state_dicts import are_only_read

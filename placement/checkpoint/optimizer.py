@@ -35,8 +35,8 @@ from placement.checkpoint.parts import (
     under,
     write,
 )
-from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError
+from placement.core.modes import without_modes
 from placement.frameworks.base import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import is_born, parameters_of

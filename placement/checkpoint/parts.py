@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.core.modes import without_modes
 from placement.core.states import State
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_off

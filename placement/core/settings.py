@@ -145,9 +145,6 @@ class Settings(BaseModel):
     device: "reserved", so that it can always be offloaded; "while_needed": it is given back where
     no coming phase needs it, and taken again before one does."""
     worker_role: WorkerRole = "hybrid"
-    call_deadline_seconds: float = Field(default=30.0, ge=0)
-    """The longest time in seconds that the end of a phase, and a weight sync, wait for a call of a
-    module that another thread is in."""
     phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
     """The user's own phases: for each name the roles that it needs on the device, as a list, or as
     a table with a state for each role: `{"distill": ["actor", "teacher"], "update_ref": {"actor":
@@ -290,7 +287,6 @@ class SettingsKeywords(TypedDict, total=False):
     written; `Settings` says what they mean."""
 
     streamed_bucket_bytes: int | str
-    call_deadline_seconds: float
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
     disk_directory: str | os.PathLike[str] | None

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from placement.core.call_guard import wait_for_calls, without_modes
 from placement.core.errors import EngineError, RegistrationError
 from placement.core.interrupts import reference
+from placement.core.modes import without_modes
 from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Seen
@@ -94,13 +94,11 @@ class TorchEngine(Engine):
         takes its own part.
 
         A name is one under which the module is published, or the module's own. Calls no collective.
-        Waits, if the engine is registered, for calls of the module that other threads are in.
-        Raises PhaseError where one does not end (`call_deadline_seconds`).
+        A call of the module that another thread is in may read old and new weights.
 
         Nothing is copied before all weights of the bucket are known to fit; before the first of
         `Handle.weights`, those of all buckets.
         """
-        wait_for_calls(self.module)
         number = getattr(bucket, "number", None)
         with without_modes():
             self._require_resident()

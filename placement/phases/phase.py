@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, PlacementError, PolicyError
 from placement.core.interrupts import deferred, is_background
+from placement.core.modes import without_modes
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import GroupVote

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from placement.core.call_guard import without_modes
+from placement.core.modes import without_modes
 from placement.frameworks.weights import Reader, Weight
 
 Wanted = tuple[Weight, torch.dtype]

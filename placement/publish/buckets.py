@@ -18,8 +18,8 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, RegistrationError
+from placement.core.modes import without_modes
 from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
 from placement.frameworks.base import Framework, answering

@@ -21,8 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement.core.call_guard import CHECKS, CallGuard, MethodCall
+from placement.core.call_guard import CHECKS, CallGuard
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
+from placement.core.method_call import MethodCall
 from placement.core.states import ROLES, State
 from placement.frameworks.base import READ, Reading, reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
@@ -155,11 +156,7 @@ class ForwardGuard(Guard):
                 "or phase('train')"
             )
             refuse(handle, "called", _advise(handle, advice, "log_prob", "train"))
-        if (
-            handle.holding is not None
-            and not handle.holding.is_consistent
-            and not handle.holding.calls.is_inside()
-        ):
+        if handle.holding is not None and not handle.holding.is_consistent:
             refuse(
                 handle,
                 "called",
@@ -545,15 +542,10 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
-        holding.calls = CallGuard(
-            ForwardGuard(handle), modules, handle.name, handle.call_deadline_seconds
-        )
+        holding.calls = CallGuard(ForwardGuard(handle), modules)
         hooks.append(holding.calls)
         if not holding.on_device:
             holding.calls.refuse()
-    else:
-        # it is waited for where it is saved
-        holding.calls = CallGuard(None, (), handle.name, handle.call_deadline_seconds)
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:

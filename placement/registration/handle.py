@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transitions import Machine
 
-from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError, PhaseError
 from placement.core.journal import HandleCounters
+from placement.core.modes import without_modes
 from placement.core.states import TRANSITIONS, WEIGHTS, HandleView, State, Trigger
 from placement.engines.base import UNPUBLISHED, Engine
 from placement.ownership.adapter import Adapter
@@ -131,7 +131,6 @@ class Handle:
         # return the name of the open phase, and the engines that generate. Set by the registry.
         self.phase_now: Callable[[], str] = str
         self.engines: Callable[[], Iterable[Handle]] = tuple
-        self.call_deadline_seconds = 0.0
         # why the handle can go neither forward nor back; None while it is sound
         self.broken: str | None = None
         self.detached_at_registration = 0

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placement.core.call_guard import callers_function_modes
 from placement.core.errors import HostMemoryError, PhaseError, PlacementError, RegistrationError
 from placement.core.journal import logger
+from placement.core.modes import callers_function_modes
 from placement.core.settings import NAME, Settings
 from placement.core.states import KINDS, ROLES, State
 from placement.devices.base import Device
@@ -103,10 +103,7 @@ class Registry:
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
         handle = Handle(name, kind=kind, role=role, readonly=readonly)
-        handle.phase_now, handle.call_deadline_seconds = (
-            self._phase_now,
-            self._settings.call_deadline_seconds,
-        )
+        handle.phase_now = self._phase_now
         handle.engines = self._engines
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
+from placement.core.method_call import MethodCall
+from placement.core.modes import without_modes
 from placement.devices.poisoned import has_nan
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES

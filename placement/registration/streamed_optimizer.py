@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
 from placement.core.interrupts import reference
+from placement.core.method_call import MethodCall
+from placement.core.modes import without_modes
 from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter

@@ -10,13 +10,12 @@ settles every page there and brings the tensors in line.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from placement.core.call_guard import without_modes
 from placement.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
@@ -24,6 +23,7 @@ from placement.core.errors import (
     RegistrationError,
 )
 from placement.core.journal import logger
+from placement.core.modes import without_modes
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
@@ -71,30 +71,11 @@ _SAVED_TOGETHER = 4
 class ManagedStorage(AdoptedStorage):
     """The bytes of one object, which come and go."""
 
-    def end_calls(self, since_seconds: float) -> None:
-        """Wait for the calls that other threads are in (`CallGuard.wait`), and refuse new ones
-        until the object is back on the device."""
-        self.calls.wait(since_seconds)
-        before = self.stage
-        try:
-            self.stage = Stage.BEGUN
-            self.calls.refuse()
-            self.calls.wait(since_seconds)  # for a call that has begun between the two
-            self._wait_for_saves(
-                {tensor.untyped_storage()._cdata for tensor in self.state_dict_tensors}
-            )
-        except BaseException:
-            self.calls.allow()
-            self.stage = before
-            raise
-
-    def _wait_for_saves(self, new: Collection[int]) -> None:
-        """`new`: storages (`_cdata`) that may still lie outside the ranges, such as state that the
-        last step has made."""
-        ranges = self.object_ranges
-        self.calls.wait_for_saves(
-            lambda storage: storage._cdata in new or ranges.at(storage.data_ptr()) is not None
-        )
+    def refuse_calls(self) -> None:
+        """Refuse calls of the object until it is back on the device. A call that another thread is
+        in goes on, and reads poison once the memory has gone."""
+        self.stage = Stage.BEGUN
+        self.calls.refuse()
 
     # --- adopting what comes later
 
@@ -122,7 +103,7 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move; an offload after `end_calls`, with the device idle. From here to the end of
+        """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end of
         `make_consistent` the object may be in any state. If it raises because the host copy is on
         disk and does not fit, or values are lost, written or computed from poison, the move has not
         begun."""
@@ -222,15 +203,12 @@ class ManagedStorage(AdoptedStorage):
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way
         there."""
         if self.stage is not Stage.VACATING:
-            # Another thread may be writing a checkpoint from these tensors, or be given some just
-            # now. It must never read poison.
+            # Another thread may read these tensors, or be given some just now. It must never read
+            # poison.
             self.stage = Stage.VACATING
             self.show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
-            # For one that has begun after `end_calls`, and before what it reads was pointed to the
-            # host copy.
-            self._wait_for_saves(self._offload.moving_in)
         r.pages.vacate(indices, chunk_pool)
 
     def commit_offload(
@@ -493,7 +471,7 @@ class ManagedStorage(AdoptedStorage):
         self.wait_for_host_readers()
         before = self.stage
         if self.on_device:
-            self.end_calls(time.monotonic())
+            self.refuse_calls()
         # what the object has got and nobody can move must not keep its values here
         self.adapter.hands_back = True
         try:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement.core import call_guard
+from placement.core import modes
 from placement.devices.memory import Addresses, Copy, Direction, HostSlab, Mark
 from placement.devices.simulated.device import SimulatedRange
 from tests.support.late_device import LateDevice
@@ -229,7 +229,7 @@ def kernels_noted() -> Iterator[None]:
     """Have every `KernelDevice` note the operations of this thread, also those of placement itself,
     which leaves the caller's modes."""
     with pytest.MonkeyPatch.context() as patch, _Operations():
-        patch.setattr(call_guard, "_num_dispatch_modes", lambda: 0)
+        patch.setattr(modes, "_num_dispatch_modes", lambda: 0)
         yield
 
 

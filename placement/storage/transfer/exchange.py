@@ -228,8 +228,6 @@ class Exchange:
     # whether all ranks make these moves, in the same change of the group, and each knows that the
     # others do
     is_together: bool = False
-    # from when on calls of what leaves are waited for, see `CallGuard.wait`
-    began_seconds: float = field(default_factory=time.monotonic)
     _arrivals: Arrivals = field(init=False)  # this and the next three are those of one `run`
     _releases_at_once: bool = field(init=False)
     # device bytes that may be taken from the driver before any chunk was given up
@@ -354,9 +352,9 @@ class Exchange:
     ) -> dict[ManagedStorage, int]:
         """Begin each move, with the device idle if anything leaves, and show what was prefetched.
         Returns the bytes of that, by storage."""
-        # before the device is waited for: a call starts kernels until its end
+        # before the device is waited for: a call that begins now would start kernels
         for holding in leaving:
-            holding.end_calls(self.began_seconds)
+            holding.refuse_calls()
         if leaving:
             self.device.sync()
         for holding in (*leaving, *coming):

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from placement.core import interrupts
-from placement.core.call_guard import without_modes
 from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
+from placement.core.modes import without_modes
 from placement.devices.memory import Mark
 from placement.storage.adopted import Stage
 from placement.storage.managed import ManagedStorage
