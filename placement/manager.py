@@ -131,7 +131,7 @@ class Manager:
         )
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
-        self.journal = Journal(self.settings.journal_length)
+        self.journal = Journal()
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []

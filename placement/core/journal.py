@@ -31,6 +31,7 @@ REASONS = (*_REASONS.values(), "interrupted")
 
 _BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OPERATIONS = ("load", "offload", "sync")
+_LENGTH = 4096  # the number of records that the journal keeps
 
 
 def reason_of(error: BaseException) -> str:
@@ -113,16 +114,16 @@ class HandleCounters:
 class Journal:
     """The recent state transitions, oldest first, and counters since the manager was made."""
 
-    def __init__(self, length: int) -> None:
-        self._records: deque[Record] = deque(maxlen=length)
-        self.failures: deque[Failure] = deque(maxlen=length)  # the recent failures, oldest first
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=_LENGTH)
+        self.failures: deque[Failure] = deque(maxlen=_LENGTH)  # the recent failures, oldest first
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self.phase = IDLE  # the phase for which time is being counted
         self._only: tuple[str, ...] | None = None
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
-        self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
+        self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
         # the number of loads and offloads since the start. Two equal values mean that nothing moved

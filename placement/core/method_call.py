@@ -1,4 +1,4 @@
-"""A guard in front of one method of an object that is not a module, or of a method without hooks."""
+"""A guard in front of one method of one object."""
 
 from __future__ import annotations
 

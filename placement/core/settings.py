@@ -31,7 +31,7 @@ LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger c
 """The default folder in which one user's processes on one node agree on the bytes of each GPU."""
 
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
-Verify = Literal["always", "sample", "off"]
+Verify = Literal["always", "off"]
 HostCopies = Literal["reserved", "while_needed"]
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
@@ -152,13 +152,11 @@ class Settings(BaseModel):
     strict: bool = False
     """Whether a reference to offloaded memory raises an error instead of being reported."""
     verify: Verify = "off"
-    """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad
-    memory. "sample" compares one chunk of each moved handle. Both make a load wait for its last
-    byte, so neither is the default: links and server memory check themselves."""
+    """Whether moved bytes are compared with the bytes that were sent, to find bad memory. "always"
+    makes a load wait for its last byte, so it is not the default: links and server memory check
+    themselves."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """The fraction of free memory left to other users in a phase that has not run yet."""
-    journal_length: int = Field(default=4096, ge=1)
-    """The number of state transitions that the journal keeps."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
     run: str | None = None
@@ -295,7 +293,6 @@ class SettingsKeywords(TypedDict, total=False):
     strict: bool
     verify: Verify
     headroom: float
-    journal_length: int
     discovery: str | None
     run: str | None
     leases: bool | str | os.PathLike[str] | None

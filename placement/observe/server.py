@@ -160,7 +160,7 @@ class MetricsServer(ThreadingWSGIServer):
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
         self._read, self._is_over = read, is_over
-        self._journal = journal if journal is not None else Journal(1)
+        self._journal = journal if journal is not None else Journal()
         self.address, self.timeout_seconds = address, timeout_seconds
         # the address and labels under which this worker is scraped; None before it is announced
         self.target: Target | None = None

@@ -78,7 +78,7 @@ class Reconciler:
         self._journal = journal
         self._registry = registry
         self._handles = registry.handles
-        self._verifier = None if settings.verify == "off" else Verifier(settings.verify)
+        self._verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, self._verifier, self._finish)
         self.vote = vote
         self.lease = lease = (

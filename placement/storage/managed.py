@@ -103,10 +103,10 @@ class ManagedStorage(AdoptedStorage):
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end of
-        `make_consistent` the object may be in any state. If it raises because the host copy is on
-        disk and does not fit, or values are lost, written or computed from poison, the move has not
-        begun."""
+        """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end
+        of `make_consistent` the object may be in any state. If it raises because the host copy is
+        on disk and does not fit, or values are lost, written or computed from poison, the move has
+        not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         for r in self.ranges:

@@ -49,7 +49,6 @@ class World(RuleBasedStateMachine):
             device=self.device,
             policy=self.policy,
             budget_bytes=budget_bytes,
-            journal_length=1 << 20,
             streamed_bucket_bytes=8192,
         )
         self.may_refuse = budget_bytes is not None

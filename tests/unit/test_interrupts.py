@@ -150,7 +150,7 @@ def of_a_weak_set(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], I
 
 
 def of_a_journal(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
-    journal = Journal(1000)
+    journal = Journal()
     return lambda: journal._records.append(Thing()), lambda: journal  # type: ignore[arg-type]
 
 

@@ -52,15 +52,13 @@ EVERYTHING: dict[str, Any] = {
     "budget_bytes": "12GiB",
     "pinned_limit_bytes": "96GiB",
     "worker_role": "trainer",
-    "call_deadline_seconds": 2.5,
     "phases": {
         "distill": ["actor", "teacher"],
         "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"},
     },
     "strict": True,
-    "verify": "sample",
+    "verify": "always",
     "headroom": 0.1,
-    "journal_length": 16,
     "discovery": "/shared/targets",
     "run": "grpo-7",
     "leases": "/shared/leases",
@@ -124,7 +122,7 @@ def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(
 def test_an_unquoted_off_of_yaml_is_off() -> None:
     settings = Settings.from_any({"verify": False})
     assert settings.verify == "off"
-    with pytest.raises(ValueError, match="verify: Input should be 'always', 'sample' or 'off'"):
+    with pytest.raises(ValueError, match="verify: Input should be 'always' or 'off'"):
         Settings.from_any({"verify": True})
 
 
@@ -208,7 +206,6 @@ BAD_VALUES = [
     ("strict", "perhaps"),
     ("headroom", 1.0),
     ("headroom", float("nan")),
-    ("journal_length", 0),
     ("host_limit_bytes and disk_directory belong together", "1GiB"),
     ("disk_directory", "here"),
     ("host_limit_bytes", True),
@@ -265,9 +262,6 @@ def test_the_keywords_are_the_fields_of_settings() -> None:
     assert ManagerKeywords.__annotations__.keys() == named | others
     assert ManagerKeywords.__required_keys__ == frozenset()
     fields, keywords = get_type_hints(Settings), get_type_hints(SettingsKeywords)
-    words = (
-        "verify strict call_deadline_seconds headroom journal_length discovery run lease_priority "
-        "lease_deadline_seconds"
-    )
+    words = "verify strict headroom discovery run lease_priority lease_deadline_seconds"
     for name in words.split():
         assert keywords[name] == fields[name], name

@@ -123,8 +123,6 @@ class Departure:
     # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
     is_compared: bool = False
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
-    # the pages that the verifier compares, by range
-    chosen: Mapping[Range, range] = field(default_factory=dict)
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
     def ask_more(self) -> None:
@@ -373,8 +371,6 @@ class Exchange:
         for each in departures:
             dropped = {*(each.dropped or ())}
             each.waiting.extend([r for r in each.holding.ranges if r not in dropped])
-            if self.verifier is not None:
-                each.chosen = self.verifier.choose(each.waiting)
             if each.waiting:
                 self._enqueue_part(each)
         if not self._puts_aside:
@@ -410,10 +406,7 @@ class Exchange:
             waits or departure.batches[0][0].pages.table[departure.batches[0][1][0]].copied is None
         ):
             r, indices = departure.batches.popleft()
-            chosen = departure.chosen.get(r, range(0))
-            if self.verifier is not None and (
-                compared := range(max(chosen.start, indices[0]), min(chosen.stop, indices[-1] + 1))
-            ):
+            if self.verifier is not None:
                 r.pages.wait(indices)
                 found = departure.comparisons[r]
                 coming = (
@@ -421,7 +414,8 @@ class Exchange:
                     if found.keeps_host_copy and found.host_prints is not None
                     else found.device_prints
                 )
-                self.verifier.check_host(departure.holding, r, compared, coming)
+                chunks = range(indices[0], indices[-1] + 1)
+                self.verifier.check_host(departure.holding, r, chunks, coming)
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()

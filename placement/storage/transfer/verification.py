@@ -8,14 +8,12 @@ it is no mode for training at full speed.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import torch
 
 from placement.core.errors import IntegrityError, listed
-from placement.core.settings import Verify
 from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.fingerprints import differing, fingerprints
 from placement.storage.layout import byte_view
@@ -24,32 +22,15 @@ from placement.storage.range import Range
 
 
 class Verifier:
-    """Compares the bytes that arrived with those that were sent.
-    `mode`: "always": every chunk of every move. "sample": one chunk of each handle that moves,
-    drawn anew each time."""
-
-    def __init__(self, mode: Verify) -> None:
-        self._mode = mode
-        self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
-
-    def choose(self, ranges: Iterable[Range]) -> dict[Range, range]:
-        """The chunks of these ranges to compare in one move."""
-        whole = {r: range(len(r.chunk_sizes)) for r in ranges}
-        if self._mode == "always" or not whole:
-            return whole
-        r, index = self._random.choice(
-            [(r, index) for r, chunks in whole.items() for index in chunks]
-        )
-        return {r: range(index, index + 1)}
+    """Compares the bytes that arrived with those that were sent, in every move."""
 
     def note(self, holdings: Iterable[ManagedStorage]) -> None:
-        """With "always", fingerprint every host copy that has no fingerprints yet (just adopted, or
-        zeroed), so that changes are found."""
-        if self._mode == "always":
-            for holding in holdings:
-                for r in holding.ranges:
-                    if r.pages.prints is None and not holding.on_device and r.moving_in is None:
-                        r.pages.prints = _of_host(r, 0, len(r.chunk_sizes))
+        """Fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so
+        that changes are found."""
+        for holding in holdings:
+            for r in holding.ranges:
+                if r.pages.prints is None and not holding.on_device and r.moving_in is None:
+                    r.pages.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(
         self, holding: ManagedStorage, r: Range, chunks: range, wanted: torch.Tensor
@@ -83,40 +64,34 @@ class Verifier:
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
         """Check the same, byte by byte, for new storages that have no place in a range yet, and
         stay where they are if it raises."""
-        arrived = [(r, index) for r in fresh for index in range(len(r.moving_in or ()))]
-        if self._mode == "sample" and arrived:
-            arrived = [self._random.choice(arrived)]
-        for r, index in arrived:
-            assert r.moving_in is not None
-            adoptee = r.moving_in[index]
-            if (
-                not byte_view(adoptee.storage)
-                .cpu()
-                .equal(r.view(r.layout.offsets[index], adoptee.nbytes))
-            ):
-                raise IntegrityError(
-                    f"{holding.name!r}: {adoptee.name!r} differs between the device and the host "
-                    "copy after its first offload. The handle stays on the device, complete."
-                )
+        for r in fresh:
+            for adoptee, offset in zip(r.moving_in or (), r.layout.offsets, strict=False):
+                sent = byte_view(adoptee.storage).cpu()
+                if not sent.equal(r.view(offset, adoptee.nbytes)):
+                    raise IntegrityError(
+                        f"{holding.name!r}: {adoptee.name!r} differs between the device and the "
+                        "host copy after its first offload. The handle stays on the device, "
+                        "complete."
+                    )
 
     def check_device(self, holding: ManagedStorage) -> None:
         """Check before a load is committed that the device has the bytes that the host copy had
         when it was written. Waits for the copies. If the host copy is as it was, the load can be
         tried again. If not, no good copy exists any more, and the storage is `lost`."""
-        for r, chunks in self.choose(holding.ranges).items():
-            first, last = chunks.start, chunks.stop
+        for r in holding.ranges:
+            num_chunks = len(r.chunk_sizes)
             wanted = (
-                _of_host(r, first, last)
+                _of_host(r, 0, num_chunks)
                 if r.pages.prints is None or r.is_shown
-                else r.pages.prints[first:last].cpu()
+                else r.pages.prints.cpu()
             )
-            bad = r.differing(wanted, r.fingerprint(first, last).cpu(), first)
+            bad = r.differing(wanted, r.fingerprint(0, num_chunks).cpu(), 0)
             if not bad:
                 continue
             spoilt = [
                 index
                 for index in bad
-                if differing(wanted[index - first :][:1], _of_host(r, index, index + 1))
+                if differing(wanted[index : index + 1], _of_host(r, index, index + 1))
             ]
             if not spoilt:
                 raise IntegrityError(
