@@ -70,10 +70,7 @@ def bytes_of(name: str, value: SupportsIndex | str) -> int:
             raise ValueError(f"{name}: {error}") from None
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(
-            f"{name}={value!r} is not a number of bytes; write a whole number, "
-            "or "
-            "text "
-            "such as "
+            f"{name}={value!r} is not a number of bytes; write a whole number, or text such as "
             '"512MiB"'
         )
     return operator.index(value)

@@ -85,7 +85,7 @@ class Verifier:
                 if r.pages.prints is None or r.is_shown
                 else r.pages.prints.cpu()
             )
-            bad = r.differing(wanted, r.fingerprint(0, num_chunks).cpu(), 0)
+            bad = r.differing(wanted, r.fingerprint(0, num_chunks).cpu())
             if not bad:
                 continue
             spoilt = [
