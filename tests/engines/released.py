@@ -1,8 +1,9 @@
-"""Classes of released vLLM, on a machine without a GPU.
+"""Classes of released engines, on a machine without a GPU.
 
 `python -m tests.engines.released FOLDER` fetches the few files that the tests read, from the wheels
-on the package index, by the range of bytes that each file has there. `VLLM_RELEASES` names the
-folder, in which each version has one of its own; without it, `.venv/vllm` is looked for.
+on the package index, as pip looks into a wheel that it does not fetch (2 MB of 3 GB).
+`ENGINE_RELEASES` names the folder; without it, `.venv/engines` is looked for, which `make test`
+fills.
 
 `Vllm` imports vLLM's own allocator and sleep-mode backends from these files. Under them is a `Card`
 in place of the C extension that maps and unmaps memory.
@@ -11,11 +12,12 @@ in place of the C extension that maps and unmaps memory.
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
-import functools
 import importlib
 import logging
 import os
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterable
@@ -32,57 +34,89 @@ from placement.devices.memory import Copy, Direction
 from placement.testing import SimulatedDevice
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = (
-    "0.25.1",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.29.0",
-    "0.30.0",
-    "0.31.0",
-    "0.32.0",
-    "0.33.0",
+VLLM = (
+    *("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0"),
+    *("0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
 """One release of each minor version that has sleep-mode backends. docs/engines.md has the same."""
-FILES = (
-    "device_allocator/__init__.py",
-    "device_allocator/alloc_conf.py",
-    "device_allocator/cumem.py",
-    "device_allocator/sleep_mode_backend.py",
-    "engine/arg_utils.py",
-    "v1/worker/gpu_worker.py",
-    "v1/worker/worker_base.py",
-)
-INDEX = "https://pypi.org/simple/vllm/"
-WHEEL = "vllm-{}-cp38-abi3-manylinux_2_28_x86_64.whl"
+SGLANG = ("0.5.11", "0.5.12", "0.5.14", "0.5.16", "0.5.20", "0.5.23")
+FILES = {
+    "vllm": (
+        "device_allocator/__init__.py",
+        "device_allocator/alloc_conf.py",
+        "device_allocator/cumem.py",
+        "device_allocator/sleep_mode_backend.py",
+        "engine/arg_utils.py",
+        "v1/worker/gpu_worker.py",
+        "v1/worker/worker_base.py",
+    ),
+    "sglang": (
+        "srt/plugins/__init__.py",
+        "srt/plugins/hook_registry.py",
+        "srt/utils/torch_memory_saver_adapter.py",
+    ),
+}
+INDEX = "https://pypi.org/simple/"
 
 
-def folder_of(version: str) -> Path:
+def folder_of(package: str, version: str) -> Path:
     """The folder with a version's files. Skips where they were not fetched."""
-    found = Path(os.environ.get("VLLM_RELEASES") or ROOT / ".venv" / "vllm") / version
-    if not (found / "vllm").exists():
-        pytest.skip(f"no files of vLLM {version}: see {Path(__file__).name}")
+    folder = Path(os.environ.get("ENGINE_RELEASES") or ROOT / ".venv" / "engines")
+    found = folder / f"{package}-{version}"
+    if not found.exists():
+        pytest.skip(f"no files of {package} {version}: see {Path(__file__).name}")
     return found
 
 
 def fetch(folder: Path) -> None:
-    """Fetch the files of every version that is not in the folder yet, as pip looks into wheels
-    without fetching them."""
+    """Fetch the files of every version that is not in the folder yet."""
     from pip._internal.network.lazy_wheel import LazyZipOverHTTP
     from pip._internal.network.session import PipSession
 
     session = PipSession(retries=3)
-    asked = {"Accept": "application/vnd.pypi.simple.v1+json"}
-    missing = [each for each in VERSIONS if not (folder / each).exists()]
-    files = session.get(INDEX, headers=asked).json()["files"] if missing else []
-    urls = {each["filename"]: each["url"] for each in files}
-    for version in missing:
-        with zipfile.ZipFile(LazyZipOverHTTP(urls[WHEEL.format(version)], session)) as wheel:
-            names = {f"vllm/{name}" for name in FILES} & {*wheel.namelist()}
-            partial = folder / f"{version}.partial"
-            for name in sorted(names):
-                wheel.extract(name, partial)
-        partial.rename(folder / version)
+    for package, versions in (("vllm", VLLM), ("sglang", SGLANG)):
+        missing = [each for each in versions if not (folder / f"{package}-{each}").exists()]
+        if not missing:
+            continue
+        accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
+        found = session.get(f"{INDEX}{package}/", headers=accept).json()["files"]
+        for version in missing:
+            name = f"{package}-{version}"
+            url = next(
+                each["url"]
+                for each in found
+                if each["filename"].startswith(f"{name}-") and each["filename"].endswith(".whl")
+            )
+            partial = folder / f"{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            with zipfile.ZipFile(LazyZipOverHTTP(url, session)) as wheel:
+                for each in {f"{package}/{file}" for file in FILES[package]} & {*wheel.namelist()}:
+                    wheel.extract(each, partial)
+            partial.rename(folder / name)
+
+
+class Modules:
+    """Modules of one version that are imported from its files, beside others that stand in, for the
+    length of a test."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, package: str, version: str) -> None:
+        self._patch, self.folder = patch, folder_of(package, version)
+
+    def forget(self, *names: str) -> None:
+        """Have these imported anew, and forgotten at the end of the test."""
+        for name in names:
+            self._patch.setitem(sys.modules, name, ModuleType(name))
+            del sys.modules[name]
+
+    def package(self, name: str) -> None:
+        """Have a package whose modules come from the files, and whose own file is not run."""
+        self.module(name).__path__ = [str(self.folder.joinpath(*name.split(".")))]
+
+    def module(self, name: str, **members: Any) -> ModuleType:
+        made = ModuleType(name)
+        made.__dict__.update(members)
+        self._patch.setitem(sys.modules, name, made)
+        return made
 
 
 class Card:
@@ -161,66 +195,51 @@ class Vllm:
     whole pages."""
 
     def __init__(self, patch: pytest.MonkeyPatch, version: str, capacity_bytes: int) -> None:
-        self.version, self.folder = version, folder_of(version)
-        self.patch = patch
+        self.version = version
+        self.modules = Modules(patch, "vllm", version)
+        self.folder = self.modules.folder
         self.card = Card(capacity_bytes)
         self.device = CardDevice(self.card)
         self._stand_in()
-        self.cumem = importlib.import_module("vllm.device_allocator.cumem")
-        self.backends = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
-        self.allocator = self.cumem.CuMemAllocator.get_instance()
-        self.backend = importlib.import_module("placement.engines.vllm_backend")
-        patch.setattr(self.backend, "select_device", lambda _: self.device)
-        patch.setattr(self.backend.PlacementBackend, "is_supported", lambda: True)
-
-    def _stand_in(self) -> None:
-        for name in [*sys.modules]:
-            if name.split(".")[0] == "vllm" or name == "placement.engines.vllm_backend":
-                self.patch.delitem(sys.modules, name)
-        # set, so that what is imported meanwhile is forgotten at the end of the test
-        for name in ("cumem", "sleep_mode_backend", "alloc_conf"):
-            self._forget(f"vllm.device_allocator.{name}")
-        self._forget("vllm.device_allocator")
-        self._forget("placement.engines.vllm_backend")
-        for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.engine", "vllm.utils"):
-            self.module(name, path=[str(self.folder.joinpath(*name.split(".")))])
-        for name in ("vllm.distributed", "vllm.distributed.device_communicators"):
-            self.module(name, path=[])
-        platform = SimpleNamespace(
-            is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False
-        )
-        runtime = SimpleNamespace(cudaMemcpy=self.card.memcpy)
-        self.module("vllm.logger", init_logger=logging.getLogger)
-        self.module("vllm.platforms", current_platform=platform)
-        self.module("vllm.utils.system_utils", find_loaded_library=lambda _: None)
-        self.module("vllm.utils.torch_utils", PIN_MEMORY=False)
-        self.module(
-            "vllm.distributed.device_communicators.cuda_wrapper", CudaRTLibrary=lambda: runtime
-        )
-        self.module(
-            "vllm.cumem_allocator",
-            init_module=None,
-            python_create_and_map=self.card.create_and_map,
-            python_unmap_and_release=self.card.unmap_and_release,
-        )
-        self.patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         for name, given in (
             ("synchronize", lambda *_: None),
             ("empty_cache", lambda: None),
             ("get_memory_info", lambda *_: (self.card.free_bytes, self.card.capacity_bytes)),
         ):
-            self.patch.setattr(torch.accelerator, name, given)
+            patch.setattr(torch.accelerator, name, given)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        self.cumem = importlib.import_module("vllm.device_allocator.cumem")
+        self.backends = importlib.import_module("vllm.device_allocator.sleep_mode_backend")
+        self.allocator = self.cumem.CuMemAllocator.get_instance()
+        self.backend = importlib.import_module("placement.engines.vllm_backend")
+        patch.setattr(self.backend.gc, "collect", int)  # takes long, and finds nothing here
+        patch.setattr(self.backend, "select_device", lambda _: self.device)
+        patch.setattr(self.backend.PlacementBackend, "is_supported", lambda: True)
 
-    def _forget(self, name: str) -> None:
-        self.patch.setitem(sys.modules, name, ModuleType(name))
-        del sys.modules[name]
-
-    def module(self, name: str, *, path: list[str] | None = None, **members: Any) -> None:
-        made = ModuleType(name)
-        made.__dict__.update(members)
-        if path is not None:
-            made.__path__ = path
-        self.patch.setitem(sys.modules, name, made)
+    def _stand_in(self) -> None:
+        allocator = "vllm.device_allocator"
+        names = (f"{allocator}.{each}" for each in ("cumem", "sleep_mode_backend", "alloc_conf"))
+        self.modules.forget(allocator, *names, "placement.engines.vllm_backend")
+        communicators = "vllm.distributed.device_communicators"
+        packages = "vllm", "vllm.v1", "vllm.v1.worker", "vllm.engine", "vllm.utils"
+        for name in (*packages, "vllm.distributed", communicators):
+            self.modules.package(name)
+        platform = SimpleNamespace(
+            is_cuda_alike=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False
+        )
+        runtime = SimpleNamespace(cudaMemcpy=self.card.memcpy)
+        module = self.modules.module
+        module("vllm.logger", init_logger=logging.getLogger)
+        module("vllm.platforms", current_platform=platform)
+        module("vllm.utils.system_utils", find_loaded_library=lambda _: None)
+        module("vllm.utils.torch_utils", PIN_MEMORY=False)
+        module(f"{communicators}.cuda_wrapper", CudaRTLibrary=lambda: runtime)
+        module(
+            "vllm.cumem_allocator",
+            init_module=None,
+            python_create_and_map=self.card.create_and_map,
+            python_unmap_and_release=self.card.unmap_and_release,
+        )
 
     def allocate(self, tag: str, *values: torch.Tensor) -> list[torch.Tensor]:
         """Tensors with these values, each in a block of its own, as in `use_memory_pool(tag)`."""
@@ -280,14 +299,14 @@ class Vllm:
         """Load the plug-in as vLLM does, with what it imports of vLLM beside the backends."""
         file = self.folder / "vllm/v1/worker/worker_base.py"
         wrapper = methods(file, "WorkerWrapperBase", ("init_device", "__getattr__"))
-        self.module("vllm.v1.worker.worker_base", WorkerWrapperBase=wrapper)
+        self.modules.module("vllm.v1.worker.worker_base", WorkerWrapperBase=wrapper)
         source = (self.folder / "vllm/engine/arg_utils.py").read_text()
         fields = {
             each.target.id: None
             for each in _class(source, "EngineArgs").body
             if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
         }
-        self.module("vllm.engine.arg_utils", EngineArgs=type("EngineArgs", (), fields))
+        self.modules.module("vllm.engine.arg_utils", EngineArgs=type("EngineArgs", (), fields))
         importlib.import_module("placement.engines.vllm_plugin").register()
 
 
@@ -318,18 +337,10 @@ def methods(file: Path, name: str, wanted: Iterable[str]) -> Any:
         "current_platform": sys.modules["vllm.platforms"].current_platform,  # type: ignore[attr-defined]
         "format_gib": str,
         "has_kv_transfer_group": lambda: False,
-        "set_current_vllm_config": functools.partial(_NoContext),
+        "set_current_vllm_config": contextlib.nullcontext,
     }
     exec(compile(ast.fix_missing_locations(tree), str(file), "exec"), given)
     return given[name]
-
-
-class _NoContext:
-    def __init__(self, *_: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _class(source: str, name: str) -> ast.ClassDef:
