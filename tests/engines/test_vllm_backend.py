@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from placement import HostMemoryError, IntegrityError
 from placement.devices.base import poison_bytes
 from placement.engines import mirror
 from placement.engines.mirror import WEIGHTS_DIFFER
+from tests.docs.pages import DOCS
 from tests.engines.released import VLLM, Vllm
 
 PAGE = 4096
@@ -335,6 +337,11 @@ def test_two_hundred_cycles_leave_no_byte_behind(engine: Engine) -> None:
         assert card.free_bytes == used
     assert engine.is_whole
     assert len(host) == 1
+
+
+def test_the_versions_of_the_page_are_those_that_are_tested() -> None:
+    page = (DOCS / "engines.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| (0\.\d+\.\d+) \|", page, re.MULTILINE)) == VLLM
 
 
 # --- the plug-in
