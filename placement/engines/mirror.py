@@ -1,9 +1,9 @@
 """The mirror of an engine: the host copy of blocks of device memory that the engine's own allocator
 maps and unmaps.
 
-It is one slab of exact size, page-locked once, and stays. Its fingerprints tell which blocks were
-not written since they came back, so that nothing of them is copied, and whether a block that comes
-back has the bytes that left.
+It is one slab of exact size, page-locked once, and stays. Its fingerprints tell which pieces of a
+block were written since they came back, so that only these are copied, and whether a block that
+comes back has the bytes that left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import torch
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
-from placement.storage.range import fingerprints
+from placement.storage.range import differing, fingerprints
+
+PIECE_BYTES = 32 << 20
+"""The bytes of a fingerprint. Where its kernel does not run, one takes device memory of three times
+as many bytes (`_by_torch`), and an engine leaves little free."""
 
 LIVING: WeakIdSet[Mirror] = WeakIdSet()
 """The mirrors of this process."""
@@ -33,11 +37,11 @@ class Block(Addresses):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one block in the slab. `print` is the fingerprint of the bytes there; None while
-    they mean nothing."""
+    """The place of one block in the slab. `prints` are the fingerprints of the bytes there, one a
+    piece; None while they mean nothing."""
 
     host: torch.Tensor
-    print: int | None = None
+    prints: torch.Tensor | None = None
 
 
 class Mirror:
@@ -50,10 +54,10 @@ class Mirror:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._places: dict[int, _Place] = {}
-        self._saving: list[tuple[_Place, int]] = []
-        self.spoilt: dict[int, int] = {}
+        self._saving: list[tuple[_Place, torch.Tensor]] = []
+        self.spoilt: dict[int, torch.Tensor] = {}
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
-        A block that still has this fingerprint is not saved: what left is in the mirror."""
+        A block that still has them is not saved: what left is in the mirror."""
         self.host_bytes = 0
         LIVING.add(self)
 
@@ -94,8 +98,8 @@ class Mirror:
         return self._has(block) and self.host(block).data_ptr() == host.data_ptr()
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
-        """Start copying those of these blocks whose bytes differ from their host copy. Returns the
-        number of bytes.
+        """Start copying what differs from the host copy, in these blocks. Returns the number of
+        bytes.
 
         Raises:
             HostMemoryError: see `reserve`.
@@ -103,14 +107,17 @@ class Mirror:
         """
         self.reserve(blocks)
         self._saving = []
-        copies = []
+        copies: list[Copy] = []
         for block, found in zip(blocks, self._fingerprints(blocks), strict=True):
             place = self._places[block.base]
-            if found in (place.print, self.spoilt.get(block.base)):
+            pieces = differing(place.prints, found)
+            if not pieces or self._is_spoilt(block, found):
                 continue
-            place.print = None
+            place.prints = None
             self._saving.append((place, found))
-            copies.append(Copy(block.base, place.host.data_ptr(), block.nbytes))
+            for start in (piece * PIECE_BYTES for piece in pieces):
+                nbytes = min(PIECE_BYTES, block.nbytes - start)
+                copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
         self._device.copy(copies, "to_host")
         return sum(copy.nbytes for copy in copies)
 
@@ -118,7 +125,7 @@ class Mirror:
         """Wait until every byte has arrived, and everything that the device had to do is done."""
         self._device.sync()
         for place, found in self._saving:
-            place.print = found
+            place.prints = found
         self._saving, self.spoilt = [], {}
 
     def fetch(self, block: Block, source: torch.Tensor) -> None:
@@ -129,20 +136,33 @@ class Mirror:
         """Wait until everything that was fetched has arrived."""
         self._device.wait(self._device.mark("to_device"))
 
-    def differing(self, blocks: Sequence[Block]) -> dict[int, int]:
+    def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left."""
-        found = zip(blocks, self._fingerprints(blocks), strict=True)
-        return {block.base: each for block, each in found if each != self._places[block.base].print}
+        return {
+            block.base: found
+            for block, found in zip(blocks, self._fingerprints(blocks), strict=True)
+            if differing(self._places[block.base].prints, found)
+        }
 
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
         """Whether one of these blocks came back wrong and was not written since."""
         suspects = [block for block in blocks if block.base in self.spoilt]
-        found = zip(suspects, self._fingerprints(suspects), strict=True)
-        return any(each == self.spoilt[block.base] for block, each in found)
+        return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
 
-    def _fingerprints(self, blocks: Sequence[Block]) -> list[int]:
+    def _is_spoilt(self, block: Block, found: torch.Tensor) -> bool:
+        return block.base in self.spoilt and torch.equal(self.spoilt[block.base], found)
+
+    def _fingerprints(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
+        """The fingerprints of each block's pieces, int64 on the CPU."""
         if not blocks:
             return []
-        views = [self._device.view(block, 0, block.nbytes) for block in blocks]
-        found: list[int] = torch.cat([fingerprints(each, [each.nbytes]) for each in views]).tolist()
-        return found
+        sizes = [_pieces(block.nbytes) for block in blocks]
+        found = [
+            fingerprints(self._device.view(block, 0, block.nbytes), each)
+            for block, each in zip(blocks, sizes, strict=True)
+        ]
+        return list(torch.cat(found).cpu().split([len(each) for each in sizes]))
+
+
+def _pieces(nbytes: int) -> list[int]:
+    return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]

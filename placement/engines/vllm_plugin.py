@@ -13,7 +13,7 @@ import functools
 import importlib
 from typing import Any
 
-from placement.core.errors import HostMemoryError
+from placement.core.errors import PlacementError
 from placement.core.journal import logger
 
 NAME = "placement"
@@ -73,7 +73,7 @@ def prepare(worker: Any) -> None:
     backend = worker.sleep_mode_backend if get_backend is None else get_backend()
     try:
         backend.reserve()
-    except HostMemoryError as error:
+    except PlacementError as error:
         logger.warning("no host memory was reserved for vLLM's sleep at level 1: %s", error)
 
 

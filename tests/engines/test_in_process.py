@@ -3,6 +3,7 @@ else classes of their shape."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pickle
 import sys
@@ -323,6 +324,7 @@ def test_the_mirror_of_vllm_is_what_its_allocator_has(
 def test_the_mirror_of_placements_backend_is_its_slab_and_spoilt_weights_are_known(
     is_spoilt: bool, shared: Path
 ) -> None:
+    gc.collect()  # mirrors of other tests
     memory = torch.zeros(3 * CHUNK, dtype=torch.uint8)
     blocks = [Block(memory.data_ptr(), memory.nbytes)]
     own = Mirror(SimulatedDevice(1 << 20))

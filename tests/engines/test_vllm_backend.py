@@ -90,6 +90,21 @@ def test_every_byte_comes_back_and_what_was_not_written_is_not_copied(engine: En
     assert engine.is_whole
 
 
+def test_of_a_large_block_only_the_pieces_that_were_written_are_copied(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PIECE_BYTES", 2 * PAGE)
+    engine.backend.suspend(1)
+    engine.backend.resume()
+    engine.weights[0][-3] += 1  # in the third piece, which is short
+    engine.values[0] = engine.weights[0].clone()
+    engine.vllm.device.copied.clear()
+    engine.backend.suspend(1)
+    assert engine.vllm.device.copied == [PAGE]
+    engine.backend.resume()
+    assert engine.is_whole
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_each_tag_is_kept_or_discarded_as_by_vllms_own_backend(vllm: Vllm, level: int) -> None:
     """The same blocks, put to sleep and woken by both, tag by tag."""
