@@ -26,7 +26,7 @@ import torch
 
 from bench import _rig, link
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig
 
 _SHAPE = {"hidden": 3584, "intermediate": 18944, "layers": 28, "vocabulary": 152064}
 _ROUNDS = 4
@@ -43,10 +43,10 @@ class _Allocator:
         self.ours = PlacementBackend()
 
         hidden, inner = _SHAPE["hidden"] // scale, _SHAPE["intermediate"] // scale
-        shapes = [(_SHAPE["vocabulary"] // scale, hidden)] * 2
+        shapes: list[tuple[int, ...]] = [(_SHAPE["vocabulary"] // scale, hidden)] * 2
         for _ in range(_SHAPE["layers"]):
             shapes += [(hidden + 1024, hidden), (hidden, hidden), (2 * inner, hidden)]
-            shapes += [(hidden, inner), (1, hidden)]
+            shapes += [(hidden, inner), (hidden,)]
         self.allocator = cumem.CuMemAllocator.get_instance()
         self._shapes = shapes
         with self.allocator.use_memory_pool(tag="weights"):
@@ -56,7 +56,7 @@ class _Allocator:
                 torch.zeros((2 << 30) // scale**2, dtype=torch.uint8, device="cuda")
                 for _ in range(20)
             ]
-        self.fill()
+        _fill(self.weights)
         self._sums = torch.empty(len(shapes), device="cuda")
         self._graph = torch.cuda.CUDAGraph()
         self.answer()  # compiled and warm
@@ -71,11 +71,6 @@ class _Allocator:
 
     def wake(self, tags: list[str] | None = None) -> None:
         self._backend.resume(tags)
-
-    def fill(self) -> None:
-        for seed, weight in enumerate(self.weights):
-            torch.cuda.manual_seed(seed)
-            weight.normal_()
 
     def _sum(self) -> None:
         for place, weight in enumerate(self.weights):
@@ -134,23 +129,16 @@ class _Llm:
         ).CuMemAllocator.get_instance()
         self.ours = self._worker._sleep_mode_backend  # made by the plug-in
         self.weights = [*self._worker.model_runner.model.parameters()]
-        self._kept: list[torch.Tensor] = []
+        _fill(self.weights)
 
     def use(self, backend: Any) -> None:
         self._worker._sleep_mode_backend = backend
 
     def sleep(self, level: int) -> None:
-        if level == 2:
-            self._kept = [weight.cpu() for weight in self.weights]
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
         self.llm.wake_up(tags=tags)
-
-    def fill(self) -> None:
-        for weight, kept in zip(self.weights, self._kept, strict=True):
-            weight.data.copy_(kept)
-        self._kept = []
 
     def answer(self) -> Any:
         from vllm import SamplingParams
@@ -163,6 +151,15 @@ class _Llm:
 
     def answer_of_graph(self) -> Any:
         return None  # its tokens come from its graphs
+
+
+def _fill(weights: Sequence[torch.Tensor]) -> None:
+    """Give weights the same values each time; those of norms are about 1."""
+    with torch.no_grad():
+        for seed, weight in enumerate(weights):
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            mean = 1.0 if weight.dim() == 1 else 0.0
+            weight.data.normal_(mean, 0.02, generator=generator)
 
 
 _SYSTEMS: dict[str, Callable[[int], Any]] = {"allocator": _Allocator, "vllm": _Llm}
@@ -197,23 +194,24 @@ class _Turns:
         """Sleep and wake with one backend. Returns seconds, bytes, and whether all was equal."""
         rig, subject, backend = self._rig, self._subject, self._backends[name]
         subject.use(backend)
+        if level == 2:
+            _fill(subject.weights)
         before = subject.answer(), subject.answer_of_graph()
-        free, host = rig.free_bytes(), available_host_bytes()
+        free = rig.free_bytes()
         found = {"sleep": rig.seconds(lambda: subject.sleep(level))}
         found["copied"] = getattr(backend, "copied_bytes", self._nbytes if level == 1 else 0)
         found["freed"] = rig.free_bytes() - free
-        found["host"] = host - available_host_bytes()
         for tag in tags:
             found[f"wake {tag}"] = rig.seconds(lambda tag=tag: subject.wake([tag]))
         if not tags:
             found["wake"] = rig.seconds(subject.wake)
         if level == 2:
-            subject.fill()
+            _fill(subject.weights)
         found["equal"] = before == (subject.answer(), subject.answer_of_graph())
         return found
 
     def _add(self, scenario: str, name: str, turns: Sequence[dict[str, float]]) -> None:
-        units = {"copied": "bytes", "freed": "bytes", "host": "bytes", "equal": ""}
+        units = {"copied": "bytes", "freed": "bytes", "equal": ""}
         for what in turns[0]:
             choose = min if what == "equal" else statistics.median
             value = choose([each[what] for each in turns])
@@ -221,12 +219,12 @@ class _Turns:
 
     def first(self) -> None:
         for name, backend in self._backends.items():
-            host = available_host_bytes()
+            host = _process_bytes()
             if name == "placement":
                 seconds = self._rig.seconds(backend.reserve)
                 self._results.add("first sleep", name, "reserve", seconds, "s")
             self._add("first sleep", name, [self._turn(name)])
-            taken = host - available_host_bytes()  # it stays: torch keeps what cumem took
+            taken = _process_bytes() - host  # it stays: torch keeps what cumem took
             self._results.add("first sleep", name, "host of weights", taken / self._nbytes, "times")
         self._results.write()
 
@@ -267,12 +265,17 @@ class _Turns:
             subject.wake()
             self._rig.sync()
             device.append(self._rig.free_bytes())
-            host.append(available_host_bytes())
-        for what, free in (("device", device), ("host", host)):
-            used = free[0] - free[-1]
-            self._results.add("cycles", "placement", f"{what}, growth", used, "bytes")
-            slope = -_slope(free)
+            host.append(_process_bytes())
+        for what, used in (("device", [-free for free in device]), ("host", host)):
+            growth, slope = used[-1] - used[0], _slope(used)
+            self._results.add("cycles", "placement", f"{what}, growth", growth, "bytes")
             self._results.add("cycles", "placement", f"{what}, slope", slope, "bytes a cycle")
+
+
+def _process_bytes() -> int:
+    """Memory of this process, as the kernel counts it."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(dict(line.split(":", 1) for line in status.splitlines())["VmRSS"].split()[0]) << 10
 
 
 def _slope(values: Sequence[int]) -> float:
