@@ -35,8 +35,8 @@ class Engine:
             torch.randint(0, 256, (size,), dtype=torch.uint8, generator=seed(size))
             for size in SIZES
         ]
-        self.weights = vllm.allocate("weights", *self.values)
         (self.kv_cache,) = vllm.allocate("kv_cache", torch.full((4 * PAGE,), 7, dtype=torch.uint8))
+        self.weights = vllm.allocate("weights", *self.values)
         inner = ("runtime", "cudagraph", "workspace") if vllm.version >= "0.32" else ()
         self.inner = {
             tag: vllm.allocate(tag, torch.full((PAGE,), 20 + place, dtype=torch.uint8))[0]
@@ -277,6 +277,25 @@ def test_a_sleep_that_fails_leaves_everything_awake_and_can_be_repeated(
     assert vllm.card.mapped == mapped
     assert vllm.tags_asleep() == set()
     assert engine.backend.state() == "RUNNING"
+    engine.backend.suspend(1)
+    engine.backend.resume()
+    assert engine.is_whole
+
+
+def test_a_host_copy_that_was_half_written_is_never_taken_for_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep fails after one block, and then the weights get their old values again."""
+    engine.backend.suspend(1)
+    engine.backend.resume()
+    for weight in engine.weights:
+        weight.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.vllm.device, "fails_in", 1)
+        with pytest.raises(RuntimeError):
+            engine.backend.suspend(1)
+    for weight in engine.weights:
+        weight.sub_(1)
     engine.backend.suspend(1)
     engine.backend.resume()
     assert engine.is_whole
