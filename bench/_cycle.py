@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from bench._models import Consumer, change, digest, nbytes_of
-from bench._movers import Mover
+from bench._movers import END_THEIR_PROCESS, Mover
+from bench._process import measure_apart
 from bench._results import Results
 from bench._rig import Rig, available_host_bytes
 from bench.link import Link
@@ -235,6 +237,23 @@ def compare(
     """Measure the round trips of several systems, one after the other, each on a clean device. A
     failure becomes an error row."""
     for name in filter(rig.wants, makers):
-        with results.system(scenario, name):
-            RoundTrips(rig, results, scenario, makers[name](), link, changing=changing).run()
+        one = partial(_round_trips, scenario, name, makers[name], link, changing)
+        if rig.is_cuda and name in END_THEIR_PROCESS:
+            with results.system(scenario, name):
+                measure_apart(rig, results, one)
+        else:
+            one(rig, results)
         rig.clean()
+
+
+def _round_trips(
+    scenario: str,
+    name: str,
+    make: Callable[[], Mover],
+    link: Link,
+    changing: bool,
+    rig: Rig,
+    results: Results,
+) -> None:
+    with results.system(scenario, name):
+        RoundTrips(rig, results, scenario, make(), link, changing=changing).run()

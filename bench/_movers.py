@@ -336,4 +336,6 @@ MODULE_PEERS: Sequence[type[Mover]] = (
 )
 SLOW_PEERS: Sequence[type[Mover]] = (ModuleTo, AccelerateHook, MemorySaver)
 """Each cycle of these takes host memory anew: a minute a system at full size."""
+END_THEIR_PROCESS = (MemorySaver.name, MemorySaverRetained.name)
+"""They may end the process when their memory dies, and with it what would come after."""
 OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

@@ -42,7 +42,7 @@ def _unless_installed(name: str, attributes: Mapping[str, Any]) -> None:
     """Stand in for a module that the peer imports at its top, but does not use for a move."""
     try:
         importlib.import_module(name)
-    except ImportError:
+    except Exception:  # a package of another version may fail in other ways than ImportError
         _bare_alone(name, attributes)
 
 

@@ -21,7 +21,8 @@ from bench import _peers
 from bench._results import FOLDER, Results, read
 
 # The order matters: only the first benchmarks find memory that the machine has not touched yet.
-# Seconds: quick, full.
+# Seconds: quick, full. On a fresh machine `streamed_adam` waits until DeepSpeed's C++ is compiled,
+# which takes more than two minutes of one core.
 LIMITS: dict[str, tuple[int, int]] = {
     "host_reserve": (30, 60),
     "link": (20, 30),
@@ -30,15 +31,15 @@ LIMITS: dict[str, tuple[int, int]] = {
     "blocking": (30, 60),
     "grpo_step": (90, 360),
     "adam": (60, 120),
-    "streamed_adam": (60, 150),
+    "streamed_adam": (240, 330),
     "small_tensors": (45, 240),
     "cycles": (30, 120),
     "phase_overhead": (30, 60),
-    "nan_check": (45, 90),
     "rollout_only": (30, 60),
     "observe": (30, 60),
     "replicated": (60, 180),
-    "weights": (90, 240),
+    "weights": (150, 240),
+    "first_load": (90, 180),
     "publish": (60, 120),
     "weight_changes": (90, 150),
     "forecast": (40, 60),

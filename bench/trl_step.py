@@ -1,18 +1,21 @@
 """A step of TRL's GRPO trainer with and without placement: how long does it take, and how many
 device bytes do its models need?
 
-The same job runs with TRL's own trainer and with the placed one under three policies, in one
-process: an actor, its reference, and Adam. The step's time is the median from one step's begin to
-the next one's. The bytes are those of the models, gradients and moments that are on the device,
-where TRL is about to use them; without placement all are there from the first optimizer step on. On
-the simulated device the link has no limit of speed, so the time that remains is that of the phase
-transitions themselves and of copies within host memory.
+The same job runs with TRL's own trainer and with the placed one under three policies, by turns in
+one process: an actor, its reference, and Adam. In full size the actor has the shape of
+SmolLM2-135M, with random weights. The step's time is the median from one step's begin to the next
+one's, over all turns. `train()` is the whole call, registration included. The bytes are those of
+the models, gradients and moments that are on the device, where TRL is about to use them; without
+placement all are there from the first optimizer step on. On the simulated device the link has no
+limit of speed, so the time that remains is that of the phase transitions themselves and of copies
+within host memory.
 
 TRL and what it needs have to be installed: tests/frameworks.txt names them.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -49,25 +52,22 @@ def _tokenizer() -> Any:
 
 def _save_model(rig: Rig, folder: str) -> None:
     """TRL makes the reference from the folder that the actor comes from."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    width = rig.pick(32, 512, 1024)
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": rig.pick(2, 4, 8),
-        "num_attention_heads": 4,
-    }
-    config = Qwen2Config(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=len(_WORDS) + 2,
+    config = LlamaConfig(
+        hidden_size=rig.pick(36, 288, 576),
+        intermediate_size=rig.pick(96, 768, 1536),
+        num_hidden_layers=rig.pick(2, 15, 30),
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=rig.pick(64, 49152, 49152),
+        tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
     )
     torch.manual_seed(1)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def _reward(completions: list[str], **_: Any) -> list[float]:
@@ -81,7 +81,7 @@ class _Job:
         self, rig: Rig, folder: str, make: Callable[..., Any], manager: placement.Manager | None
     ) -> None:
         from datasets import Dataset
-        from transformers import Qwen2ForCausalLM, TrainerCallback
+        from transformers import LlamaForCausalLM, TrainerCallback
         from trl import GRPOConfig
 
         seen = self
@@ -107,13 +107,13 @@ class _Job:
             beta=0.1,
             num_generations=2,
             per_device_train_batch_size=4,
-            max_completion_length=4,
+            max_completion_length=rig.pick(4, 16, 32),
             learning_rate=1e-3,
             logging_steps=1,
-            max_steps=_WARM_UP + rig.pick(2, 6, 12),
+            max_steps=_WARM_UP + rig.pick(2, 4, 4),
         )
         prompts = Dataset.from_dict({"prompt": ["1+1=", "2+3=", "12+1=", "20+4="]})
-        model = Qwen2ForCausalLM.from_pretrained(folder)
+        model = LlamaForCausalLM.from_pretrained(folder)
         how = {} if manager is None else {"manager": manager}
         self.trainer = make(
             model=model,
@@ -157,11 +157,14 @@ class _Job:
         ]
         return gradients + sum(each.nbytes for each in [*models, *moments])
 
-    def seconds(self) -> float:
-        steps = [
-            after - before for before, after in zip(self.begins, self.begins[1:], strict=False)
-        ]
-        return statistics.median(steps[_WARM_UP:])
+    def train(self) -> float:
+        """Train. Returns the seconds that it took."""
+        began = time.perf_counter()
+        self.trainer.train()
+        return time.perf_counter() - began
+
+    def step_seconds(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.begins)][_WARM_UP:]
 
     def logged(self) -> list[dict[str, float]]:
         times = ("runtime", "per_second", "step_time")
@@ -174,60 +177,84 @@ class _Job:
         ]
 
 
-def _measure_one(
-    rig: Rig, results: Results, scenario: str, system: str, folder: str, policy: str | None
-) -> list[dict[str, float]]:
-    from trl import GRPOTrainer
+class _System:
+    """TRL, or placement under one policy: what all its turns have shown."""
 
-    from placement.integrations.trl import PlacedGRPOTrainer
+    def __init__(self, rig: Rig, name: str, policy: str | None) -> None:
+        self.rig = rig
+        self.name = name
+        self.policy = policy
+        self.step_seconds: list[float] = []
+        self.train_seconds: list[float] = []
+        self.logged: list[dict[str, float]] = []
+        self.bytes: dict[str, float] = {}
 
-    manager = (
-        None if policy is None else placement.Manager(device=rig.placement_device(), policy=policy)
-    )
-    job = _Job(rig, folder, GRPOTrainer if manager is None else PlacedGRPOTrainer, manager)
-    job.trainer.train()
-    results.add(scenario, system, "step", job.seconds(), "s")
-    for phase, peak in job.peaks.items():
-        results.add(scenario, system, f"peak bytes, {phase}", peak, "bytes")
-    if manager is not None:
-        counters = [handle.counters for handle in manager.handles.values()]
-        steps = job.trainer.state.global_step
-        results.add(
-            scenario,
-            system,
-            "bytes to the device, a step",
-            sum(each.loaded_bytes for each in counters) / steps,
-            "bytes",
-        )
-        results.add(
-            scenario,
-            system,
-            "bytes to the host, a step",
-            sum(each.offloaded_bytes for each in counters) / steps,
-            "bytes",
-        )
-    logged = job.logged()
-    if manager is not None:
-        manager.close()
-    return logged
+    def take_turn(self, folder: str) -> None:
+        from trl import GRPOTrainer
+
+        from placement.integrations.trl import PlacedGRPOTrainer
+
+        manager = None
+        if self.policy is not None:
+            device = self.rig.device if self.rig.is_cuda else "simulated:8GiB"
+            manager = placement.Manager(device=device, policy=self.policy)
+        make = GRPOTrainer if manager is None else PlacedGRPOTrainer
+        job = _Job(self.rig, folder, make, manager)
+        self.train_seconds.append(job.train())
+        self.step_seconds += job.step_seconds()
+        self.logged = job.logged()
+        self.bytes = {f"peak bytes, {phase}": peak for phase, peak in job.peaks.items()}
+        if manager is not None:
+            counters = [handle.counters for handle in manager.handles.values()]
+            steps = job.trainer.state.global_step
+            loaded, offloaded = (
+                sum(getattr(each, moved) for each in counters) / steps
+                for moved in ("loaded_bytes", "offloaded_bytes")
+            )
+            self.bytes |= {
+                "bytes to the device, a step": loaded,
+                "bytes to the host, a step": offloaded,
+            }
+            manager.close()
+
+    def report(self, results: Results, scenario: str, own: _System) -> None:
+        """Add the rows of this system; `own` is TRL's own trainer."""
+        medians = {
+            "step": (statistics.median(self.step_seconds), statistics.median(own.step_seconds)),
+            "train()": (
+                statistics.median(self.train_seconds),
+                statistics.median(own.train_seconds),
+            ),
+        }
+        for what, (seconds, _) in medians.items():
+            results.add(scenario, self.name, what, seconds, "s")
+        if self is not own:
+            for what, (seconds, own_seconds) in medians.items():
+                results.add(
+                    scenario, self.name, f"{what}, of TRL's", seconds / own_seconds, "times"
+                )
+            results.add(scenario, self.name, "bit-exact", self.logged == own.logged, "yes=1")
+        for what, nbytes in self.bytes.items():
+            results.add(scenario, self.name, what, nbytes, "bytes")
 
 
 def measure(rig: Rig, results: Results) -> None:
+    own = _System(rig, "TRL", None)
+    placed = [_System(rig, f"placement, {policy}", policy) for policy in _POLICIES]
+    systems = [own, *(each for each in placed if rig.wants(each.name))]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # TRL's defaults name arguments that transformers calls deprecated
         warnings.simplefilter("ignore")
         _save_model(rig, folder)
         nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         scenario = f"TRL's GRPO step, actor of {nbytes / 1e6:,.1f} MB in float32"
-        logged: dict[str, list[dict[str, float]]] = {}
-        for policy in (None, *_POLICIES):
-            system = "TRL" if policy is None else f"placement, {policy}"
-            with results.system(scenario, system):
-                logged[system] = _measure_one(rig, results, scenario, system, folder, policy)
-            rig.clean()
-        for system, rows in logged.items():
-            if system != "TRL":
-                results.add(scenario, system, "bit-exact", rows == logged["TRL"], "yes=1")
+        for _ in range(rig.pick(1, 3, 3)):
+            for system in systems:
+                system.take_turn(folder)
+                rig.clean()
+    for system in systems:
+        with results.system(scenario, system.name):
+            system.report(results, scenario, own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -63,15 +63,15 @@ class Trainer(placement.ray.Worker):
         """Update the actor. Returns the loss."""
         return self.job.update(self.rollouts, self.old, self.ref)[0]
 
-    def publish(self) -> None:
+    def publish(self) -> str:
+        """Bring the weights to the engine. Returns a hash of them."""
         for bucket in self.actor.weights(bucket_bytes=1 << 20):
             self.job.engine.update_weights(bucket)
-
-    def finish_step(self) -> str:
-        """Called outside every phase, where nothing may be left on the device. Returns a hash of
-        the weights."""
-        assert_nothing_resident(self.manager)
         return digest_of(self.actor.state_dict())
+
+    def finish(self) -> None:
+        """Called outside every phase, where nothing may be left on the device."""
+        assert_nothing_resident(self.manager)
 
 
 def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
@@ -87,20 +87,22 @@ def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
         actor.remote(rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)
     ]
     fleet = placement.ray.Fleet(workers)
-    for number in range(1, steps + 1):
-        with fleet.phase("rollout") as step:
+    with fleet.phase("rollout") as step:  # one open phase across the steps
+        for number in range(1, steps + 1):
+            step.switch("rollout")
             rewards = ray.get([worker.rollout.remote() for worker in workers])
             step.switch("log_prob", only=["actor", "ref"])
             ray.get([worker.log_probs.remote() for worker in workers])
             step.switch("train")
             losses = ray.get([worker.update.remote() for worker in workers])
             step.switch("weight_sync")
-            ray.get([worker.publish.remote() for worker in workers])
-        weights.append(ray.get([worker.finish_step.remote() for worker in workers]))
-        print(
-            f"step {number}: loss {sum(losses) / world_size:+.4f} reward "
-            f"{sum(rewards) / world_size:.3f}, 0 bytes left on any device"
-        )
+            weights.append(ray.get([worker.publish.remote() for worker in workers]))
+            print(
+                f"step {number}: loss {sum(losses) / world_size:+.4f} reward "
+                f"{sum(rewards) / world_size:.3f}"
+            )
+    ray.get([worker.finish.remote() for worker in workers])
+    print("0 bytes left on any device")
     for worker in workers:
         ray.kill(worker)
     return weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 import re
@@ -45,6 +46,11 @@ if (
     and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES
 ):
     os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY
+
+# Before a test file is read, whose settings begin with these, and before `_freeze`: hypothesis asks
+# who refers to what it is given, which nobody can say of what is frozen.
+with contextlib.suppress(ImportError):
+    importlib.import_module("tests.support.profiles")
 
 COUNTED = "counted"
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
@@ -89,9 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # it asks who refers to what it is given, which nobody can say of what is frozen
-    with contextlib.suppress(ImportError):
-        importlib.import_module("hypothesis")
     _freeze()
 
 

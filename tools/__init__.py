@@ -1,1 +1,2 @@
-"""Programs that make files which ship. They are not shipped themselves."""
+"""Programs that weigh the project, and programs that make files which ship. They are not shipped
+themselves."""

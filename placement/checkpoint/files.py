@@ -9,7 +9,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Model, Part, Path, Shown, apply, under
+from placement.checkpoint.parts import Model, Part, Path, Shown, apply, as_bytes, under
+from placement.checkpoint.writer import writer
 from placement.core.call_guard import without_modes
 from placement.core.errors import CheckpointError, PlacementError
-from placement.core.journal import logger
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
 from placement.storage.state_dicts import are_only_read
@@ -125,11 +125,18 @@ def async_save(
     memory.
 
     Saves of one process are written one after the other. With several ranks they use a gloo group
-    of their own.
+    of their own. A process that exits writes first what it has begun.
 
     Returns:
         A future that is done when this rank's files and the metadata are written. If that failed,
-        `result()` raises CheckpointError.
+        `result()` raises CheckpointError. It cannot be cancelled: `cancel()` returns False. Its
+        callbacks run on a thread of their own. They may call everything, also wait for another
+        save; but a phase that another thread has open refuses what it refuses any other thread. On
+        several ranks they must call nothing in which all ranks take part (`save`, `load`, phases of
+        a group), because the ranks' callbacks have no common order.
+
+    Raises:
+        CheckpointError: a handle cannot be saved like this, or the process is exiting.
     """
     _require_manager(manager)
     with manager._stack.lock.transition():
@@ -148,15 +155,8 @@ def async_save(
         held = ExitStack()
 
         def write() -> None:
-            try:
-                with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
-                    torch_save(
-                        frozen, checkpoint_id=path, process_group=group, no_dist=group is None
-                    )
-            # logged, because the caller may never ask for the result
-            except BaseException as error:
-                logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
-                raise
+            with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
+                torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
 
         try:
             # or the writers of the others would wait for this rank's, and their next offloads for
@@ -208,8 +208,7 @@ def load(
     _require_manager(manager)
     parts: dict[str, Part] = {}
     with manager._stack.lock.transition():
-        # until everything that was saved so far is written, or has failed
-        writer(os.getpid()).submit(lambda: None).result()
+        writer(os.getpid()).wait()  # what was saved so far may be what is loaded
         with _together(process_group) as away:
             metadata = _metadata(path)
             for handle in _chosen(manager, only):
@@ -294,8 +293,6 @@ def _collect(
                 context = copy_context()
                 context.run(are_only_read.set, True)
                 found[handle.name] = context.run(_part(handle).state_dict)
-                if handle.holding is not None and handle.holding.on_device:
-                    handle.holding.nan_check.refuse()
         facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
     several = {
         key
@@ -401,13 +398,6 @@ def _frozen(handle: Handle, values: Shown) -> Any:
 
 
 @functools.cache
-def writer(pid: int) -> ThreadPoolExecutor:
-    """The writing thread of a process. There is only one, so that every rank writes in the order of
-    its calls."""
-    return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
-
-
-@functools.cache
 def _gloo_group(process_group: Any) -> Any:
     """A gloo group of the same ranks, for the thread's collectives. The first call is
     collective."""
@@ -445,7 +435,7 @@ def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
     digest = hashlib.blake2b(digest_size=16)
     for _, part in parts_of(tensor._local_tensor, ""):
         digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
-        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(as_bytes(part).numpy().data)
     mesh = tensor.device_mesh
     place = f"{mesh.get_coordinate()} {tuple(mesh.shape)} {tensor.placements} {tuple(tensor.shape)}"
     return _ranks(tensor), place, digest.digest()

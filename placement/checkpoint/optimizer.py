@@ -8,6 +8,7 @@ has none after loading.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from placement.checkpoint.parts import (
     mapped,
     refuse_own_cuts,
     replace_state,
+    same,
     settings_of,
     some,
     under,
@@ -86,7 +88,16 @@ class Optimizer(Part):
                             "rank alone: save handle.state_dict() on each rank, and leave it out "
                             "here with only="
                         )
-                    state[mine.get(id(owner), str(owner))] = mapped(entry, self._shown)
+                    # not the text of a tensor, which several can have
+                    unnamed = "" if isinstance(owner, torch.Tensor) else str(owner)
+                    name = mine.get(id(owner), unnamed)
+                    if not name or name in state:
+                        raise CheckpointError(
+                            f"{self.handle.name!r} has state under a key that has no name of its "
+                            f"own (a {type(owner).__name__} {name!r}): save handle.state_dict(), "
+                            "and leave it out here with only="
+                        )
+                    state[name] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
                     settings = group if own is None else own.settings(group)
                     groups.append(
@@ -236,7 +247,7 @@ class Optimizer(Part):
         is_ours: bool,
     ) -> Change:
         optimizer, names, _ = named
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         entries: dict[Any, dict[Any, Any]] = {}
         for parameter in named.parameters():
             name = names[id(parameter)]
@@ -247,8 +258,9 @@ class Optimizer(Part):
             }
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-                    self._check(f"state of {name!r}: {key!r}", live[key], value)
-                    copies.append((self._shown(live[key]), value))
+                    what = f"state of {name!r}: {key!r}"
+                    self._check(what, live[key], value)
+                    copies.append((what, self._shown(live[key]), value))
                     entry[key] = live[key]
             if entry:
                 entries[parameter] = entry
@@ -259,6 +271,7 @@ class Optimizer(Part):
             for key, value in given.items()
             if key not in set(names.values())
         }
+        self._require_one_value(copies)
         return replace_state(
             self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours
         )
@@ -281,7 +294,8 @@ class Optimizer(Part):
                         f"parameter {missing[0]!r}",
                         f"was in no group of the saved optimizer ({len(missing)} are missing)",
                     )
-                if len({repr(settings_of(saved[name])) for name in mine}) > 1:
+                settings = {id(saved[name]): settings_of(saved[name]) for name in mine}
+                if not all(same(*pair) for pair in itertools.pairwise(settings.values())):
                     raise self._error(
                         f"the group of {mine[0]!r}",
                         "was saved as several groups with different settings",

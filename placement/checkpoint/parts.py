@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,8 +34,12 @@ from placement.core.states import State
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_off
 from placement.tensors.plain import (
+    OBJECT_LEVELS,
     SEQUENCES,
+    fields_of,
+    has_bytes,
     local_device,
+    nested_tensors,
     parts_of,
     rewrapped,
     with_fields,
@@ -44,6 +49,7 @@ from placement.tensors.plain import (
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
+_ALIGNMENT = 16  # of every tensor's address, in bytes: the size of the largest element
 Path = tuple[str | int, ...]  # keys of a checkpoint, from the outermost dict inwards
 
 
@@ -198,6 +204,30 @@ class Part(abc.ABC):
                     key, "has several elements at one address (expand), so it cannot be written"
                 )
 
+    def _require_one_value(self, copies: Copies) -> None:
+        """Raise unless tensors that lie in the same memory (tied weights) get the same bytes."""
+        parts = sorted(
+            (
+                (target, source, name)
+                for name, live, new in copies
+                for (_, target), (_, source) in zip(
+                    parts_of(live, ""), parts_of(new, ""), strict=True
+                )
+                if has_bytes(target)
+            ),
+            key=lambda part: part[0].data_ptr(),
+        )
+        open_parts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        for target, source, name in parts:
+            open_parts = [each for each in open_parts if _end_of(each[0]) > target.data_ptr()]
+            for other, others_source, others_name in open_parts:
+                if not _agree(other, others_source, target, source):
+                    raise self._error(
+                        f"{others_name} and {name}",
+                        "are tied here, and have different values in the checkpoint",
+                    )
+            open_parts.append((target, source, name))
+
     def _saved_like(self, key: str, live: torch.Tensor, saved: Any) -> torch.Tensor:
         """Host memory for a saved tensor, after checking that it fits a live one. Reads nothing and
         calls no collective."""
@@ -263,9 +293,11 @@ class Model(Part):
         for key in given:
             if key not in live:
                 raise self._error(key, "is not a parameter or buffer of the module")
+        copies = [(key, value, given[key]) for key, value in live.items() if not _is_extra(key)]
+        self._require_one_value(copies)
         self._require_resident()
         if self.needs_device() is None:
-            return [write(self.handle, [(value, given[key]) for key, value in live.items()])]
+            return [write(self.handle, copies)]
         options = StateDictOptions(strict=False)
         return [
             load_by_itself(
@@ -346,9 +378,9 @@ def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
 
 
 Change = AbstractContextManager[None]  # checked values on their way into one handle
-Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors of a handle that are written in place, as a state dict shows them, and their new
-values."""
+Copies = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+"""Tensors of a handle that are written in place, as a state dict shows them, with their names and
+their new values."""
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
@@ -370,19 +402,21 @@ def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None
     """A change of tensors in place. `also` loads what is no tensor, after them."""
     handle.storage.wait_for_readers()
     yield
-    for live, new in copies:
+    for _, live, new in copies:
         for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
     if also is not None:
         also()
     handle.storage.note_written()
+    handle.note_loaded()
 
 
 @contextmanager
 def load_by_itself(handle: Handle, load: Callable[[], object]) -> Iterator[None]:
     """A change by the own code of an object that is on the device. Where that raises, some values
     may be the new ones."""
+    handle.note_loaded()
     try:
         load()
     except Exception as error:
@@ -479,6 +513,67 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group, without its parameters and their names (which later
     versions of torch list too)."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two settings are equal, tensors and numbers bit by bit. Their text may be shortened,
+    and NaN is not equal to itself."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        parts = zip(parts_of(one, ""), parts_of(other, ""), strict=False)
+        return form(one) == form(other) and all(
+            torch.equal(as_bytes(mine), as_bytes(theirs)) for (_, mine), (_, theirs) in parts
+        )
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, SEQUENCES):
+        return len(one) == len(other) and all(map(same, one, other))
+    if next(nested_tensors(one, "", levels=OBJECT_LEVELS), None) is not None:
+        return same(fields_of(one), fields_of(other))
+    try:
+        return pickle.dumps(one) == pickle.dumps(other)
+    except (pickle.PicklingError, AttributeError, TypeError):  # a function inside another one
+        return False
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements, in order, on the host."""
+    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _end_of(part: torch.Tensor) -> int:
+    """The address behind a tensor's last element."""
+    steps = ((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
+    return part.data_ptr() + (sum(steps) + 1) * part.element_size()
+
+
+def _agree(
+    one: torch.Tensor, value: torch.Tensor, other: torch.Tensor, others_value: torch.Tensor
+) -> bool:
+    """Whether two tensors, whose memory may overlap, can both have their values."""
+    if (one.data_ptr(), form(one), one.stride()) == (other.data_ptr(), form(other), other.stride()):
+        return torch.equal(as_bytes(value), as_bytes(others_value))
+    # write both into memory that overlaps in the same way, and look whether the first stays
+    start = min(one.data_ptr(), other.data_ptr())
+    start -= start % _ALIGNMENT
+    scratch = torch.empty(
+        max(_end_of(one), _end_of(other)) - start, dtype=torch.uint8, device="cpu"
+    ).untyped_storage()
+    first, second = (
+        torch.empty(0, dtype=part.dtype, device="cpu").set_(
+            scratch,
+            (part.data_ptr() - start) // part.element_size(),
+            part.size(),
+            part.stride(),
+        )
+        for part in (one, other)
+    )
+    first.copy_(value)
+    second.copy_(others_value)
+    return torch.equal(as_bytes(first), as_bytes(value))
 
 
 def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:

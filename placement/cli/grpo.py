@@ -98,6 +98,8 @@ class Worker:
         questions = random.Random(recipe.seed)  # noqa: S311 - repeatable on purpose
         generator = torch.Generator(self.device).manual_seed(recipe.seed)
         for _ in range(recipe.steps):
+            # A phase for each step, so that the demo can show an empty device after it. One around
+            # the loop keeps the engine's weights on the device from step to step.
             with manager.phase("rollout") as step:
                 sums = [
                     (questions.randint(0, 9), questions.randint(0, 9))

@@ -68,7 +68,7 @@ def trouble_of(view: View) -> str:
 
 def _worker_row(view: View) -> tuple[str, ...]:
     if "snapshot" not in view:
-        return view["name"], "?", "", "", "", "", "", trouble_of(view)
+        return view["name"], *["?"] * len(WORKER_COLUMNS[1:-1]), trouble_of(view)
     snapshot = view["snapshot"]
     held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
     used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
@@ -120,23 +120,24 @@ def _handle_rows(view: View) -> list[tuple[str, ...]]:
 
 def node_table(views: Iterable[View]) -> str:
     """A table of the host memory and the disk that the workers of each node take; see
-    `NODE_COLUMNS`."""
-    nodes: dict[str, list[int]] = {}
+    `NODE_COLUMNS`. "?" stands for workers that do not answer."""
+    nodes: dict[str, list[View]] = {}
     for view in views:
-        sums = nodes.setdefault(
-            view["labels"].get("node", view["name"]), [0] * len(NODE_COLUMNS[1:])
-        )
-        for handle in view["snapshot"]["handles"] if "snapshot" in view else ():
-            host, mirror, pageable = (
-                handle["host_bytes"],
-                handle.get("mirror_bytes", 0),
-                handle["host_pageable_bytes"],
-            )
-            for index, nbytes in enumerate(
-                (host - mirror - pageable, pageable, mirror, handle["disk_bytes"])
-            ):
-                sums[index] += nbytes
-    return plain_table(NODE_COLUMNS, ((node, *map(readable, sums)) for node, sums in nodes.items()))
+        nodes.setdefault(view["labels"].get("node", view["name"]), []).append(view)
+    return plain_table(NODE_COLUMNS, ((node, *_node_cells(found)) for node, found in nodes.items()))
+
+
+def _node_cells(views: Sequence[View]) -> list[str]:
+    snapshots = [view["snapshot"] for view in views if "snapshot" in view]
+    if not snapshots:
+        return ["?"] * len(NODE_COLUMNS[1:])
+    handles = [handle for snapshot in snapshots for handle in snapshot["handles"]]
+    mirrors = sum(handle.get("mirror_bytes", 0) for handle in handles)
+    pageable = sum(handle["host_pageable_bytes"] for handle in handles)
+    page_locked = sum(handle["host_bytes"] for handle in handles) - mirrors - pageable
+    on_disk = sum(handle["disk_bytes"] for handle in handles)
+    unknown = " + ?" if len(snapshots) < len(views) else ""
+    return [readable(nbytes) + unknown for nbytes in (page_locked, pageable, mirrors, on_disk)]
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

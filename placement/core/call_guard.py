@@ -408,7 +408,10 @@ class MethodCall:
 
     def remove(self) -> None:
         target, bound = self._target(), self._bound()
-        if target is not None and bound is not None and vars(target).get(self._name) is bound:
+        if target is None or bound is None:
+            return
+        bound.run = _unguarded  # others may have bound it anew (a scheduler)
+        if vars(target).get(self._name) is bound:
             if bound.theirs is None:
                 del vars(target)[self._name]
             else:
@@ -421,13 +424,13 @@ class _Bound:
 
     def __init__(self, run: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
         functools.update_wrapper(self, getattr(type(target), name) if theirs is None else theirs)
-        self._run, self._target, self._name, self.theirs = run, reference(target), name, theirs
+        self.run, self._target, self._name, self.theirs = run, reference(target), name, theirs
 
     def _call(self, self_: Any, *args: Any, **kwargs: Any) -> Any:
         plain = self.__wrapped__  # type: ignore[attr-defined] # by `update_wrapper`
         method = functools.partial(plain, self_) if self.theirs is None else plain
         return (
-            self._run(method, self_, args, kwargs)
+            self.run(method, self_, args, kwargs)
             if self_ is self._target()
             else method(*args, **kwargs)
         )
@@ -454,6 +457,10 @@ class _Bound:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def _unguarded(method: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return method(*args, **kwargs)
 
 
 # --- calls of torch

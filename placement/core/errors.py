@@ -6,7 +6,7 @@ All are a `PlacementError`, and `EngineLost` is an `EngineError`. A caller's pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class PlacementError(Exception):
@@ -93,3 +93,8 @@ class GroupError(PlacementError):
 class CoordinatorLost(PlacementError):
     """The group's decision cannot be read. The rank keeps what it prepared. A new group helps: see
     `Manager.rejoin`."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of many, and the number of the others, for a message."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

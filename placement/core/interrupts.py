@@ -154,7 +154,7 @@ class BoundedCalls:
         self._late: Future[Any] | None = None
         # A daemon thread, because a call that never returns must not keep the interpreter from
         # exiting.
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        BackgroundThread(name, functools.partial(_work, self._calls)).start()
         weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
@@ -198,13 +198,15 @@ class BackgroundThread(threading.Thread):
     """A daemon thread that phase transitions may wait for: what a garbage collection drops on it
     must not begin one there."""
 
+    is_awaited = True  # whether phase transitions may wait for it now
+
     def __init__(self, name: str, target: Callable[[], object]) -> None:
         super().__init__(name=name, target=target, daemon=True)
 
 
 def is_background() -> bool:
-    """Whether the calling thread is a `BackgroundThread`."""
-    return isinstance(threading.current_thread(), BackgroundThread)
+    """Whether phase transitions may wait for the calling thread."""
+    return getattr(threading.current_thread(), "is_awaited", False)
 
 
 _ALIVE: Any = weakref.ref.__call__

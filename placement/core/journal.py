@@ -50,7 +50,7 @@ class Record:
     trigger: Trigger
     source: State
     target: State
-    # the phase whose phase transition caused this state transition; "idle" outside every phase
+    # the phase to which the phase transition goes that caused this; "idle" outside every phase
     phase: str
     nbytes: int  # bytes copied
     skipped_bytes: int  # bytes that were proved clean and not copied
@@ -61,7 +61,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A span of time in which one phase was the innermost open one ("idle" outside every phase)."""
+    """A span of time in which one phase was the innermost open one ("idle" outside every phase).
+    It begins with the phase transition to it."""
 
     phase: str
     begin_seconds: float  # the value of `time.monotonic()` when the span began

@@ -79,6 +79,11 @@ def bytes_of(name: str, value: SupportsIndex | str) -> int:
     return operator.index(value)
 
 
+def device_of_environment() -> str:
+    """The name of the device that the environment wants for "auto"; "auto" if it names none."""
+    return os.environ.get(f"{PREFIX}DEVICE") or "auto"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an error message that proposes the known word that is most like a wrong one; empty
     if none is."""
@@ -115,7 +120,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str = Field(default="auto", min_length=1)
-    """The device: "auto", "cuda:0", ..."""
+    """The device: "auto", "cuda:0", ... "auto" is the device of `PLACEMENT_DEVICE` where that is
+    set, else this process's accelerator."""
     policy: str = Field(default="colocated", min_length=1)
     """A policy: an entry point's name or "package.module:Class". Either may carry literal options:
     "colocated(drop_gradients=True)"."""
@@ -152,9 +158,6 @@ class Settings(BaseModel):
     """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad
     memory. "sample" compares one chunk of each moved handle. Both make a load wait for its last
     byte, so neither is the default: links and server memory check themselves."""
-    nan_check: bool = True
-    """Whether an offload raises an error for tensors that were numbers before and are NaN
-    throughout, and keeps the numbers."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
@@ -295,7 +298,6 @@ class SettingsKeywords(TypedDict, total=False):
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify
-    nan_check: bool
     headroom: float
     journal_length: int
     discovery: str | None

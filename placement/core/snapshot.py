@@ -157,10 +157,11 @@ class Snapshot(Frozen):
     """The open phases, outermost first; empty outside every phase."""
     handles: tuple[HandleSnapshot, ...]
     phase_seconds: dict[str, float]
-    """Seconds in each phase, including the open one. Only the innermost open phase counts."""
+    """Seconds in each phase, including the open one. Only the innermost open phase counts; a phase
+    transition counts for the phase that it goes to."""
     phase_stall_seconds: dict[str, float]
-    """Seconds that the worker waited for moves at the phase transitions of each phase, without the
-    time for its own kernels."""
+    """Seconds that the worker waited for moves in the phase transitions to each phase, without the
+    time for its own kernels. Leaving the outermost phase goes to "idle"."""
     durations: tuple[DurationHistogram, ...]
     policy_decisions: dict[str, int]
     """Number of policy decisions: load, offload, keep, refuse."""
@@ -267,7 +268,7 @@ class Finding(Frozen):
     handle: str | None
     what: str
     """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write",
-    "unregistered_optimizer"."""
+    "unregistered_optimizer", "needs_weights"."""
     detail: str
 
 

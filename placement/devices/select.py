@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import torch
 
 from placement.core.errors import PlacementError
-from placement.core.settings import parse_bytes
+from placement.core.settings import PREFIX, device_of_environment, parse_bytes
 from placement.devices.base import Device
 from placement.devices.cuda.driver import refuse_rocm
 
@@ -17,16 +17,10 @@ GROUP = "placement.devices"
 ("npu:1") and returns a `Device`."""
 _NAME = re.compile(r"([A-Za-z_]\w*)(?::([\w.]+))?")
 _WITHOUT_ONE = (
-    'On a machine without an accelerator write device="simulated:1GiB" '
-    "(in "
-    "the "
-    "environment "
-    "PLACEMENT_DEVICE=simulated:1GiB), or pass "
-    "device=placement.testing.SimulatedDevice(capacity_bytes=...): this "
-    "device "
-    "behaves "
-    "the "
-    "same in host memory."
+    'On a machine without an accelerator write device="simulated:1GiB" (for "auto", the default, '
+    "PLACEMENT_DEVICE=simulated:1GiB in the environment does the same), or pass "
+    "device=placement.testing.SimulatedDevice(capacity_bytes=...): this device behaves the same in "
+    "host memory."
 )
 
 
@@ -40,20 +34,24 @@ def name_or_device(given: object) -> str | Device:
     if isinstance(given, int) and not isinstance(given, bool):
         return f"cuda:{given}"
     raise TypeError(
-        f'device={given!r} is no device; write "auto", "cuda:0" '
-        "or "
-        '"simulated:1GiB", '
-        "or pass a "
+        f'device={given!r} is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a '
         "placement Device"
     )
 
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
     """Make the device called "auto", "cuda", "cuda:N" or "simulated:64MiB", or by an entry point of
-    the group `placement.devices`. `is_tight`: whether this process has only a share of the device's
+    the group `placement.devices`. "auto" is the device that the environment names, else this
+    process's accelerator. `is_tight`: whether this process has only a share of the device's
     memory, so that a swap needs smaller chunks. Raises ValueError: the name is unknown.
     Raises PlacementError: there is no accelerator, an unsupported one, or an entry point that
     fails."""
+    if name == "auto" and (variable := device_of_environment()) != "auto":
+        try:
+            return select_device(variable, is_tight=is_tight)
+        except (PlacementError, ValueError) as error:
+            error.add_note(f"placement: set in the environment: {PREFIX}DEVICE={variable!r}")
+            raise
     match = _NAME.fullmatch(name)
     kind, index = ("", None) if match is None else match.groups()
     if kind == "simulated":

@@ -22,6 +22,9 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES
 from placement.tensors.plain import Owned, plain_parts
 
+UNPUBLISHED = "the actor was loaded from a checkpoint, and has not been published since"
+"""Why an engine needs weights, if it was not given those of a checkpoint."""
+
 
 class Engine(abc.ABC):
     """A rollout engine whose memory lies in this process.
@@ -30,6 +33,20 @@ class Engine(abc.ABC):
     move with the engine, byte for byte. The user calls `update_weights` during a weight sync, with
     the engine on the device.
     """
+
+    stale: str | None = None
+    """Why the weights must be published before the engine can generate; None if they need not."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a weight sync must come before the engine can generate: its weights were
+        discarded, a sync was cut off, or the actor was loaded from a checkpoint."""
+        return self.stale is not None
+
+    def weights_filled(self) -> None:
+        """Record that the weights are complete and new. Call it for weights that came another way
+        (a broadcast, a reload from disk)."""
+        self.stale = None
 
     @abc.abstractmethod
     def modules(self) -> Sequence[torch.nn.Module]:

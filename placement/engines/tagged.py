@@ -64,6 +64,8 @@ class Residency(Storage):
         self._engine = engine
         self.tags = tags
         self.resident_tags = frozenset(tags) - frozenset(offloaded)
+        # why the weights are invalid until they are published again; None while they are valid
+        self.stale: str | None = None
         # why it is unknown what is on the device; None while it is known
         self.doubt: str | None = None
         self._given, self._by_memory = dict(given), by_memory
@@ -512,14 +514,15 @@ class TaggedEngine(Engine):
             )
 
     @property
-    def needs_weights(self) -> bool:
-        """Whether a weight sync must come before the engine can generate: its weights were
-        discarded, or a sync was cut off."""
-        return self.residency.stale is not None
+    def stale(self) -> str | None:
+        return self.residency.stale
+
+    @stale.setter
+    def stale(self, why: str | None) -> None:
+        self.residency.stale = why
 
     def weights_filled(self) -> None:
-        """Record that the weights are complete and new. Call it for weights that came another way
-        (a broadcast, a reload from disk).
+        """See `Engine.weights_filled`.
 
         Raises:
             EngineError: the weights are not on the device.

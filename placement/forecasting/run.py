@@ -104,7 +104,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             device=device,
             policy=self._asked,
             budget_bytes=max(1, self._budget_bytes),
-            nan_check=False,
             **settings,
         )
         self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes

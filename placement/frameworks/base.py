@@ -70,6 +70,13 @@ class Advised(NamedTuple):
         return self.cls.is_of(obj) and (self.when is None or self.when(obj))
 
 
+Reading = str | Callable[[Any, tuple[Any, ...], dict[str, Any]], str | None]
+"""The end of an error that says what an offloaded object cannot be ("merged with its adapters"), or
+a function that returns it for a call: it is given the object and the arguments, and returns None
+for a call that needs no tensor."""
+READ: Reading = "read by its framework"
+
+
 class OwnState(abc.ABC):
     """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for
     moves and for checkpoints."""
@@ -127,6 +134,9 @@ class Framework:
     can publish them."""
     carriers: ClassVar[Sequence[Named]] = ()
     """Tensor subclasses that keep their bytes in the tensor's own storage, like a plain tensor."""
+    hangs_tensors: ClassVar[bool] = False
+    """Whether the framework keeps tensors in attributes of parameters. Then only `tensors()` says
+    which of them are the module's; else all of them are."""
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
@@ -201,9 +211,10 @@ class Framework:
         return None
 
     @classmethod
-    def reading_methods(cls, obj: object) -> Sequence[str]:
+    def reading_methods(cls, obj: object) -> Sequence[str] | Mapping[str, Reading]:
         """Names of methods of a module or optimizer that read or write its tensors without calling
-        any hook of torch."""
+        any hook of torch, so that they are refused while it is offloaded. With each name may go a
+        text for the error."""
         return ()
 
     # --- about one module tree
@@ -437,6 +448,14 @@ def wrappers() -> list[tuple[type, str]]:
     return [
         (cls, wrapper.inner) for wrapper in known if (cls := loaded_class(*wrapper.cls)) is not None
     ]
+
+
+def reading_methods(obj: object) -> dict[str, Reading]:
+    """The answers of all frameworks, as far as the object has the methods."""
+    found: dict[str, Reading] = {}
+    for names in asked("reading_methods", obj):
+        found |= names if isinstance(names, Mapping) else dict.fromkeys(names, READ)
+    return {name: what for name, what in found.items() if callable(getattr(type(obj), name, None))}
 
 
 def own_state(optimizer: object) -> OwnState | None:

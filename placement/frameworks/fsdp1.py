@@ -35,6 +35,7 @@ class FSDP1(Framework):
     its own has no FSDP1 handle."""
 
     packages = ("torch.distributed.fsdp",)
+    hangs_tensors = True
     recognised_by = (_UNIT,)
     wrappers = (Wrapper(_UNIT, "_fsdp_wrapped_module"),)
     gathers = "FSDP1 gathers every parameter on the device for it"

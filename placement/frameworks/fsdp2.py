@@ -28,6 +28,7 @@ class FSDP2(Framework):
     `parameters()` shows tensors that disappear at the next reshard."""
 
     packages = ("torch.distributed.fsdp",)
+    hangs_tensors = True
     recognised_by = (_SHARDED,)
 
     @classmethod

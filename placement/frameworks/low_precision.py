@@ -75,8 +75,8 @@ class Bitsandbytes(Framework):
         for path, weight in _weights(self.root()):
             if (state := getattr(weight, "quant_state", None)) is not None:
                 beside = {"absmax": state.absmax, "quant_map": state.code}
-                if state.state2 is not None:
-                    beside["nested_absmax"] = state.state2.absmax
+                if (nested := _nested(state)) is not None:
+                    beside["nested_absmax"] = nested.absmax
             else:
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
@@ -97,7 +97,7 @@ class Bitsandbytes(Framework):
                 continue
             for name, tensor in (
                 ("nested_offset", state.offset),
-                ("nested_quant_map", getattr(state.state2, "code", None)),
+                ("nested_quant_map", getattr(_nested(state), "code", None)),
             ):
                 if tensor is not None and id(tensor) not in counted:
                     counted.add(id(tensor))
@@ -108,6 +108,12 @@ def _weights(root: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
     for path, parameter in () if root is None else root.named_parameters():
         if is_a(parameter, _WEIGHTS, "Params4bit") or is_a(parameter, _WEIGHTS, "Int8Params"):
             yield path, parameter
+
+
+def _nested(state: Any) -> Any:
+    """The statistics of a doubly quantised weight's statistics; None if it has none. Packing a
+    weight for a kernel of the CPU deletes the attribute."""
+    return getattr(state, "state2", None)
 
 
 def _is_quantized(weight: Any) -> bool:

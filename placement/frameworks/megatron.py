@@ -70,6 +70,7 @@ class Megatron(Framework):
     `main_grad`, and Megatron's optimizers."""
 
     packages = ("megatron.core",)
+    hangs_tensors = True
     recognised_by = (_DDP,)
     wrappers = (
         Wrapper(
@@ -127,7 +128,7 @@ class Megatron(Framework):
     @classmethod
     def reading_methods(cls, obj: object) -> Sequence[str]:
         if _OPTIMIZER.is_of(obj):
-            return [name for name in _READING if callable(getattr(type(obj), name, None))]
+            return _READING
         return ["sharded_state_dict"] if _MODULE.is_of(obj) else []
 
     @classmethod
@@ -434,6 +435,7 @@ class MegatronFSDPShards(Framework):
     """All MegatronFSDP modules of a module tree."""
 
     packages = ("megatron.core", "megatron_fsdp")
+    hangs_tensors = True
     recognised_by = _FSDP
     wrappers = tuple(Wrapper(named, "module") for named in _FSDP)
     with_own_export = _FSDP

@@ -8,7 +8,7 @@ optimizer is not on the device while the trainer evaluates. Checked against tran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +36,27 @@ def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State 
     """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds
     to `phases` and takes precedence."""
     return Manager.from_settings(phases={**phases, **Settings.from_any(None).phases})
+
+
+def give_back(manager: Manager, names: Iterable[str]) -> None:
+    """Unregister these handles, as far as they are registered, in this order.
+
+    Each is on the device then, as without placement. What does not fit there beside those before
+    it stays in host memory, with a warning.
+    """
+    for name in names:
+        if name not in manager.handles:
+            continue
+        try:
+            manager.unregister(name, on_device=True)
+        except DeviceMemoryError as no_room:
+            logger.warning(
+                "after the training %r does not fit on the device any more, so it is in host "
+                "memory: %s",
+                name,
+                no_room,
+            )
+            manager.unregister(name)
 
 
 class Turns:
@@ -194,18 +215,7 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         """
         self._around_frozen.over(error)
         self._turns.over(error)
-        for name in (_OPTIMIZER, _MODEL, *self._frozen):
-            if name in self.manager.handles:
-                try:
-                    self.manager.unregister(name, on_device=True)
-                except DeviceMemoryError as no_room:
-                    logger.warning(
-                        "after the training %r does not fit on the device any more, so it is in "
-                        "host memory: %s",
-                        name,
-                        no_room,
-                    )
-                    self.manager.unregister(name)
+        give_back(self.manager, (_OPTIMIZER, _MODEL, *self._frozen))
 
     def __enter__(self) -> PlacementCallback:
         return self

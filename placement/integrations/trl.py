@@ -11,7 +11,7 @@ trl/generation/vllm_generation.py) and transformers 5.23.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
+from placement.core.errors import DeviceMemoryError, GroupError
+from placement.core.journal import logger
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.transformers import Turns, manager_with_phases
+from placement.integrations.transformers import Turns, give_back, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]
@@ -38,16 +40,24 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     """The part that both trainers share. It comes before TRL's trainer among the bases.
 
     `manager` is the manager of this process. None: `Manager.from_settings()`, which reads the
-    environment variables `PLACEMENT_*`. If the trainer keeps `sync_ref_model`, a manager of yours
-    needs the phase `sync_ref`: `Manager(phases=PHASES)`. Raises ValueError: FSDP, DeepSpeed or
-    transformers' continuous batching is switched on, which is not covered; or `manager` lacks that
-    phase.
+    environment variables `PLACEMENT_*`; that manager has the models only during `train()` and
+    `evaluate()`. If the trainer keeps `sync_ref_model`, a manager of yours needs the phase
+    `sync_ref`: `Manager(phases=PHASES)`. Raises ValueError: FSDP, DeepSpeed or transformers'
+    continuous batching is switched on, which is not covered; or `manager` lacks that phase.
     """
+
+    # Defaults for a trainer that a test makes without __init__. It places nothing.
+    _is_set_up = False
+    _made_manager = False
+    _is_prepared = False  # whether accelerate has wrapped the model
+    _engine: VllmInProcess | None = None
+    _ref_phase = "log_prob"
 
     def __init__(self, *args: Any, manager: Manager | None = None, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self._refuse_what_is_not_covered()
         if manager is None:
+            self._made_manager = True
             manager = manager_with_phases(PHASES)
         elif self.args.sync_ref_model and "sync_ref" not in manager.settings.phases:
             raise ValueError(
@@ -62,11 +72,11 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         )
         # else DDP keeps a second copy of all gradients on the device, which cannot be moved
         ddp.gradient_as_bucket_view = True
-        self._engine: VllmInProcess | None = None
         self.add_callback(_BeforeOptimizerStep(self._turns))
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.sync_target_model = partial(self._sync_ref, callback.sync_target_model)
+        self._is_set_up = True
 
     def _refuse_what_is_not_covered(self) -> None:
         names = (each.__name__ for each in type(self).__mro__ if each.__module__.startswith("trl."))
@@ -94,6 +104,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         # accelerate loads the optimizer's own state into it; a second train() may load a checkpoint
         with self._alone("restore"):
             prepared = super()._prepare_for_training(*args, **keywords)
+        self._is_prepared = True
         before = set(self.manager.handles)
         try:
             self._place_all()
@@ -101,41 +112,68 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             for name in reversed([name for name in self.manager.handles if name not in before]):
                 self.manager.unregister(name)
             raise
+        logger.info(
+            "%s trains under policy %r on %s, with the handles %s",
+            type(self).__name__,
+            self.manager.policy.name,
+            self.manager.device.name,
+            ", ".join(self.manager.handles),
+        )
         # Generation needs the actor first anyway, and callbacks copy its weights in
         # `on_train_begin` (TRL's BEMACallback).
         self._turns.to("log_prob", only=[_ACTOR])
         return prepared
 
     def _place_all(self) -> None:
-        register = self.manager.register
         self._take_engine()
-        # a second train() has it already
-        register(_ACTOR, self.model_wrapped, role="actor", replace=True)
-        register(_OPTIMIZER, self.optimizer, replace=True)
+        for name, target, how in self._targets():
+            # with a manager of the user's, a second train() has it already
+            self.manager.register(name, target, replace=True, **how)
+
+    def _targets(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """What is registered, apart from an engine: its name, the object and the keywords."""
+        yield _ACTOR, self.model_wrapped, {"role": "actor"}
+        yield _OPTIMIZER, self.optimizer, {}
         if self.ref_model is not None:
-            register(
-                _REF,
-                self.ref_model,
-                role="ref",
-                readonly=not self.args.sync_ref_model,
-                replace=True,
-            )
+            yield _REF, self.ref_model, {"role": "ref", "readonly": not self.args.sync_ref_model}
         modules = {
             id(each): each for each in self.reward_funcs if isinstance(each, torch.nn.Module)
         }
         for number, module in enumerate(modules.values()):
-            register(
-                f"reward.{number}" if number else "reward",
-                module,
-                role="reward",
-                readonly=True,
-                replace=True,
-            )
+            name = f"reward.{number}" if number else "reward"
+            yield name, module, {"role": "reward", "readonly": True}
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """The models take turns in this block. After it, also after an exception, the manager that
+        the trainer made has none of them any more."""
+        try:
+            with self._turns:
+                yield
+        except BaseException as error:
+            try:
+                self._let_go()
+            except Exception as failure:
+                error.add_note(f"placement: while the models were given back: {failure}")
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the models on the device, as TRL has them. The optimizer waits in host memory: only
+        training needs it."""
+        if not self._made_manager:
+            return
+        for name in (_OPTIMIZER, _ROLLOUT):
+            if name in self.manager.handles:
+                self.manager.unregister(name)
+        self._give_engine_back()
+        give_back(self.manager, [name for name, *_ in self._targets()])
 
     @property
     def _is_placed(self) -> bool:
-        """Whether the models take turns: not before the first `train()`, and not after
-        `manager.close()`."""
+        """Whether the models are the manager's now."""
+        if not self._is_set_up:
+            return False
         actor = self.manager.handles.get(_ACTOR)
         return actor is not None and actor.object is self.model_wrapped
 
@@ -157,7 +195,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         self.vllm_generation._llm_weights_sleeping = False
 
     def _give_engine_back(self) -> None:
-        """Let TRL sleep and wake vLLM again: the manager was closed."""
+        """Let TRL sleep and wake vLLM again: the manager has it no more."""
         if self._engine is not None:
             self.vllm_generation.enable_sleep_mode = True
             self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded_tags)
@@ -167,7 +205,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train. The open phase ends here and not with each step: what the next step needs stays on
         the device."""
-        with self._turns:
+        with self._taking_turns():
             return super()._inner_training_loop(batch_size, *args, **keywords)
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
@@ -189,18 +227,35 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **keywords: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
-        if torch.is_grad_enabled() and self._turns.phase == "train":
-            return compute(model, *args, **keywords)  # a part of the loss
-        # The actor stays beside the reference: it is needed before and after, and the training
-        # phase needs more memory than both.
-        with self._turn("log_prob", only=None if model is self.ref_model else [_ACTOR]):
+        if not self._is_placed or (torch.is_grad_enabled() and self._turns.phase == "train"):
+            return compute(model, *args, **keywords)  # nothing is placed, or it is part of the loss
+        with (
+            self._turn_of_reference()
+            if model is self.ref_model
+            else self._turn("log_prob", only=[_ACTOR])
+        ):
             return compute(model, *args, **keywords)
+
+    @contextmanager
+    def _turn_of_reference(self) -> Iterator[None]:
+        """The reference is on the device beside the actor, which is needed before and after. Where
+        the two do not fit together, it is there alone, from then on."""
+        with ExitStack() as turn:
+            try:
+                turn.enter_context(self._turn(self._ref_phase))
+            except (DeviceMemoryError, GroupError):  # a group raises one error on all its ranks
+                if self._ref_phase == "ref_log_prob":
+                    raise
+                self._ref_phase = "ref_log_prob"
+                turn.enter_context(self._turn(self._ref_phase))
+            yield
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Any:
         # TRL's, or one that the user registered
-        if not any(handle.role == "reward" for handle in self.manager.handles.values()):
-            return super()._calculate_rewards(*args, **keywords)
-        with self._turn("reward"):
+        has_models = self._is_placed and any(
+            handle.role == "reward" for handle in self.manager.handles.values()
+        )
+        with self._turn("reward") if has_models else nullcontext():
             return super()._calculate_rewards(*args, **keywords)
 
     def compute_loss(self, model: Any, *args: Any, **keywords: Any) -> Any:
@@ -232,14 +287,18 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         """Log with placement's figures since the last line of the training: torch's own do not see
         its memory."""
-        if self.model.training:
+        if self._is_placed and self.model.training:
             last, self._logged = self._logged, self.manager.snapshot()
             logs.update(self._logged.since(last))
         super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
-        is_inside = self._turns.phase == "train"  # a callback evaluates between two backward passes
-        with nullcontext() if is_inside else self._turns:
+        """Evaluate. Inside `train()` the actor stays on the device, for callbacks and savers."""
+        if not self._is_set_up or self._turns.phase is not None:
+            return super().evaluation_loop(*args, **keywords)
+        with self._taking_turns():
+            if self._made_manager and self._is_prepared:
+                self._place_all()
             return super().evaluation_loop(*args, **keywords)
 
     def _load_from_checkpoint(self, *args: Any, **keywords: Any) -> Any:

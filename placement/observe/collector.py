@@ -190,8 +190,8 @@ _OF_WORKER = (
     ),
     _Metric(
         "placement_phase_stall_seconds_total",
-        "Seconds that the worker waited for moves at the phase transitions of each phase, without "
-        "the time for its own kernels.",
+        "Seconds that the worker waited for moves in the phase transitions to each phase (idle: "
+        "leaving the outermost one), without the time for its own kernels.",
         "phase",
     ),
     _Metric(

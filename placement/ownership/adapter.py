@@ -293,6 +293,7 @@ class Steady:
         )
         self._forms_of_others = _forms(map(values.__getitem__, self._others))
         self._containers = list(map(place.__getitem__, containers))
+        self._hung = _types_hung_on(owned)  # none of them has tensors, else they were containers
         self._versions: list[int] = []  # the versions of the owned tensors at the last look
         self._watched: tuple[list[weakref.ref[torch.nn.Module]], list[str]] | None = None
         """The modules and names of a few parameters that are trained, spread over the tree."""
@@ -315,7 +316,9 @@ class Steady:
         if _forms(map(values.__getitem__, self._others)) != self._forms_of_others:
             return None
         seen = seen_now(list(map(values.__getitem__, self._owned)), self._versions)
-        if seen is None or any(
+        if seen is None or not _types_hung_on(seen.tensors) <= self._hung:
+            return None
+        if any(
             next(nested_tensors(values[each], "", OBJECT_LEVELS), None) is not None
             for each in self._containers
         ):
@@ -468,6 +471,12 @@ def _places(identities: list[int]) -> dict[int, int]:
 def _are_tensors(kinds: Sequence[type]) -> Iterator[bool]:
     """Whether each of these types is that of a tensor."""
     return map({kind for kind in {*kinds} if issubclass(kind, torch.Tensor)}.__contains__, kinds)
+
+
+def _types_hung_on(tensors: Iterable[torch.Tensor]) -> set[type]:
+    """The types of what lies in attributes of tensors."""
+    fields = filter(None, map(_FIELDS, tensors))
+    return {*map(type, itertools.chain.from_iterable(map(dict.values, fields)))}
 
 
 def _forms(tensors: Iterable[torch.Tensor]) -> list[tuple[bool, int]]:

@@ -25,6 +25,7 @@ from placement.tensors.plain import (
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_plain_type,
     is_sparse,
     nbytes_of,
     nested_tensors,
@@ -56,7 +57,7 @@ _SUPPORTED = (
 
 class ModuleAdapter(Adapter):
     """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules,
-    and tensors in objects that they hold.
+    and tensors in objects that they hold, or in attributes of parameters and buffers.
 
     The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns
     nothing. `external`: whether the caller said that a framework moves the bytes; then nothing is
@@ -105,6 +106,7 @@ class ModuleAdapter(Adapter):
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a
         name, a tensor on the CPU must move."""
         self.frameworks = frameworks_of(inner)
+        self._looks_at_parameters = not any(each.hangs_tensors for each in self.frameworks)
         by_framework = next(filter(None, (each.external for each in self.frameworks)), None)
         self.external = "the caller says so (external=True)" if external else by_framework
         if self.external is None:
@@ -205,6 +207,7 @@ class ModuleAdapter(Adapter):
                 for name, tensor in registry.items():
                     if tensor is not None:
                         self._add(prefix + name, tensor, found, seen)
+                        self._note_hung(prefix + name, tensor, held)
             self._add_attributes(prefix, fields, found, seen, held)
             if children := fields["_modules"]:
                 stack.extend(
@@ -225,9 +228,9 @@ class ModuleAdapter(Adapter):
     def _add_held(
         self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]
     ) -> None:
-        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device,
-        or share a storage of the module. The object may be another's, too, so what cannot be moved
-        is left and named."""
+        """Add the tensors in objects that modules hold (a cache, a mask), or in attributes of
+        parameters (`main_grad`), which are on the device, or share a storage of the module. They
+        may be another's, too, so what cannot be moved is left and named."""
         held = [
             each
             for path, value in values
@@ -277,8 +280,7 @@ class ModuleAdapter(Adapter):
         if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
         for name, value in attributes:
-            if (kind := self._kinds.get(type(value))) is None:
-                kind = self._kinds[type(value)] = _kind_of(type(value))
+            kind = self._kind(value)
             if kind == _NO_TENSOR or name in MODULE_FIELDS:
                 continue
             if kind == _TENSOR:
@@ -288,6 +290,18 @@ class ModuleAdapter(Adapter):
             for path, tensor in nested_tensors(value, prefix + name) if kind == _CONTAINER else ():
                 self._nests = True
                 self._add(path, tensor, found, seen)
+
+    def _note_hung(self, name: str, tensor: torch.Tensor, held: dict[int, tuple[str, Any]]) -> None:
+        """Note attributes of a parameter or buffer that may have tensors."""
+        fields = vars(tensor) if self._looks_at_parameters and is_plain_type(type(tensor)) else {}
+        for attribute, value in fields.items():
+            if self._kind(value) != _NO_TENSOR:
+                held.setdefault(id(value), (f"{name}.{attribute}", value))
+
+    def _kind(self, value: Any) -> int:
+        if (kind := self._kinds.get(type(value))) is None:
+            kind = self._kinds[type(value)] = _kind_of(type(value))
+        return kind
 
     def _add(
         self,

@@ -30,13 +30,16 @@ from placement.ownership.optimizer_state import (
 )
 from placement.tensors.plain import (
     LAZY_VIEW,
+    OBJECT_LEVELS,
     PLAIN_TYPES,
     Owned,
     has_bytes,
     is_lazy_view,
     is_leaf,
     is_plain,
+    is_plain_type,
     is_sparse,
+    nested_tensors,
     owned_parts,
     parts_of,
     plain_parts,
@@ -174,7 +177,8 @@ class OptimizerAdapter(Adapter):
             id(own): own
             for own in (*models.values(), *(models.get(id(each), each) for each in parameters))
         }.values()
-        gradients = gradients_of(theirs)
+        # main parameters hang there, too, where the modules' are not stepped themselves
+        gradients = gradients_of(theirs, with_others=not models)
         seen = {*map(id, parameters), *gradients}
         of_gradients = _storages(gradients.values())
         storages = _storages(theirs) | of_gradients
@@ -352,31 +356,6 @@ class OptimizerAdapter(Adapter):
             **({} if own is None else {id(each): own for each in self._copies}),
         }
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Key in the state ("" for what is stepped in the parameter's place), 16-bit part of a
-        parameter, and a float32 tensor of as many elements, which may be its master."""
-        objects, leaves = optimizers_in(self._root())
-        models = stepped_for(objects)
-        for leaf in leaves:
-            for own in parameters_of([leaf]):
-                values = {"": own, **leaf.optimizer.state.get(own, {})}
-                for key, value in values.items():
-                    masters = plain_parts(value, "") if isinstance(value, torch.Tensor) else ()
-                    for (_, weight), (_, master) in zip(
-                        plain_parts(models.get(id(own), own), ""), masters, strict=False
-                    ):
-                        is_fit = (
-                            weight.numel() == master.numel()
-                            and weight.is_contiguous()
-                            and master.is_contiguous()
-                        )
-                        if (
-                            is_fit
-                            and weight.dtype in (torch.bfloat16, torch.float16)
-                            and master.dtype is torch.float32
-                        ):
-                            yield key, weight, master
-
     def is_stand_in(self, parameter: torch.Tensor) -> bool:
         """Whether only a wrapper without state of its own lists a parameter, and so none of the
         optimizers inside steps it."""
@@ -509,15 +488,14 @@ def main_parameters(
                 yield from owned_parts(gradient, f"main.{index}.{name}", transient=True)
 
 
-def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The gradients of modules' parameters (`grad` and `main_grad`), by identity."""
-    found = (
-        (each.grad if is_leaf(each) else None, getattr(each, "main_grad", None))
-        for each in parameters
-    )
-    return {
-        id(gradient): gradient
-        for pair in found
-        for gradient in pair
-        if isinstance(gradient, torch.Tensor)
-    }
+def gradients_of(
+    parameters: Iterable[torch.Tensor], *, with_others: bool = False
+) -> dict[int, torch.Tensor]:
+    """The gradients of modules' parameters (`grad` and `main_grad`), and optionally all other
+    tensors in their attributes, by identity."""
+    found: list[Any] = []
+    for each in parameters:
+        found += (each.grad if is_leaf(each) else None, getattr(each, "main_grad", None))
+        if with_others and is_plain_type(type(each)):
+            found += (tensor for _, tensor in nested_tensors(vars(each), "", OBJECT_LEVELS))
+    return {id(each): each for each in found if isinstance(each, torch.Tensor)}

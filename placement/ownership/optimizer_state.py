@@ -150,8 +150,6 @@ def state_of(
     """The state's tensors, `levels` objects deep: name, key in an entry, group, tensor. Those
     without a parameter come last."""
     state: Mapping[Any, Any] = leaf.optimizer.state
-    if not state:
-        return
     order: dict[int, tuple[int, Mapping[str, Any]]] = {}
     for group in leaf.optimizer.param_groups:
         for parameter in group["params"]:
@@ -163,7 +161,7 @@ def state_of(
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, (dict, Mapping)):
             yield from (
-                (name, str(owner), group, tensor)
+                (name, str(unlisted), group, tensor)
                 for name, tensor in nested_tensors(entry, label, levels)
             )
             continue

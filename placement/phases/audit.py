@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from placement.core.errors import IntegrityError, RegistrationError
 from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.core.states import Plan
+from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
 
@@ -69,9 +70,17 @@ def take_snapshot(
 
 _OF_HANDLE = (
     *("name", "kind", "role", "readonly", "num_bytes", "host_bytes"),
-    *("broken", "resident_bytes", "foreign_bytes", "disk_bytes", "drift_bytes", "stray_references"),
+    *(
+        "broken",
+        "resident_bytes",
+        "foreign_bytes",
+        "disk_bytes",
+        "drift_bytes",
+        "stray_references",
+        "stale",
+    ),
 )
-_OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes", "stale")
+_OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes")
 _OF_COUNTERS = (
     *(
         "loaded_bytes",
@@ -187,6 +196,8 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             what="leak",
             detail=f"{leftovers}, although it should be off the device",
         )
+    if handle.stale == UNPUBLISHED:
+        yield Finding(handle=handle.name, what="needs_weights", detail=UNPUBLISHED)
     holding = handle.holding
     if holding is None:
         return

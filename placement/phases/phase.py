@@ -22,7 +22,7 @@ import torch
 
 from placement.core.call_guard import without_modes
 from placement.core.errors import PhaseError, PlacementError, PolicyError
-from placement.core.interrupts import deferred
+from placement.core.interrupts import deferred, is_background
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import GroupVote
@@ -289,7 +289,13 @@ class TransitionLock:
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
         """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process,
-        after `close`, inside a phase transition, or in a graph's capture."""
+        after `close`, inside a phase transition, in a graph's capture, or on a thread that phase
+        transitions wait for."""
+        if is_background():
+            raise PhaseError(
+                "an object was garbage-collected on a thread of placement, and its code (__del__) "
+                "uses a manager there: it would wait for itself. Do it in a thread of its own"
+            )
         with self._lock, deferred():
             self.check_process()
             if self._is_busy:
@@ -483,6 +489,9 @@ class PhaseContext(Phase):
         trace: TracebackType | None,
     ) -> None:
         if self._is_finalizing():
+            return
+        if is_background():  # a generator was collected there
+            self.abandon()
             return
         if (
             isinstance(error, GeneratorExit)

@@ -10,12 +10,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from placement.core.errors import EngineError, IntegrityError, PhaseError, PlacementError
-from placement.core.journal import Journal
+from placement.core.errors import (
+    EngineError,
+    IntegrityError,
+    PhaseError,
+    PlacementError,
+    listed,
+)
+from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
 from placement.devices.base import Device
@@ -39,7 +45,6 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import listed
 from placement.storage.transfer.verification import Verifier
 from placement.storage.writes import LostWritesError
 
@@ -104,6 +109,8 @@ class Reconciler:
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
         self._work_seconds = 0.0
+        # whether gradients may have been dropped of which memory is still to be given back
+        self.has_unused = False
         # the largest number of device bytes that all handles together have held so far
         self.peak_bytes = 0
 
@@ -295,11 +302,16 @@ class Reconciler:
         if self.disk_tier is not None:
             self.disk_tier.arrange(name)
 
-    def stopwatch(self) -> Callable[[], float]:
-        """Start a stopwatch. It gives the seconds until now, without those in which the worker's
+    @contextmanager
+    def stall_of(self, name: str) -> Iterator[None]:
+        """Count the seconds inside as a stall of this phase, without those in which the worker's
         own kernels were waited for."""
-        began, work_seconds = time.monotonic(), self._work_seconds
-        return lambda: time.monotonic() - began - (self._work_seconds - work_seconds)
+        began, worked = time.monotonic(), self._work_seconds
+        try:
+            yield
+        finally:
+            waited = time.monotonic() - began
+            self._journal.stall_seconds[name] += waited - (self._work_seconds - worked)
 
     def _wait_for_work(self) -> None:
         """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early
@@ -324,7 +336,22 @@ class Reconciler:
 
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
+        if self.has_unused:
+            self.give_back_unused()
         self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of gradients that were dropped. Where that cannot be now, the next
+        phase transition does it."""
+        try:
+            if self._device.is_capturing():  # to wait would break the capture
+                return
+            for handle in self._handles.values():
+                if handle.holding is not None:
+                    handle.holding.give_back_unused()
+            self.has_unused = False
+        except Exception as error:  # what needs the device next says so
+            logger.warning("dropped gradients keep their memory: %s", str(error))
 
     def _trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes.
@@ -402,11 +429,10 @@ class Reconciler:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Raise EngineError for a phase that would generate with an engine whose weights were
-        discarded and not published again."""
+        """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
         for handle in self._handles.values():
-            stale = handle.storage.stale
+            stale = handle.stale
             if (
                 stale is not None
                 and plan.on_device(handle.name)

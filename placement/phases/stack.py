@@ -4,9 +4,10 @@ nothing, an exit as far as it goes."""
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
-from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock, innermost
+from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.reconciler import PhaseRequest, Reconciler
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
@@ -54,7 +55,12 @@ class PhaseStack:
         that were garbage-collected."""
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
         self.registry = Registry(
-            device, lambda: self.phases.name, self._gone.append, streaming, settings
+            device,
+            lambda: self.phases.name,
+            self._gone.append,
+            streaming,
+            settings,
+            partial(_give_back_unused, weakref.ref(self)),
         )
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
@@ -105,7 +111,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            stalled, back = self.reconciler.stopwatch(), phases.plan_of(phases.all)
+            back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure()
             if not phases.all:
@@ -116,38 +122,37 @@ class PhaseStack:
                 PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept),
                 back,
             )
-            self._journal.stall_seconds[phase.name] += stalled()
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
-            stalled, around = self.reconciler.stopwatch(), phases.all[:-1]
+            around = phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
             self._note_end(phase)
             kept = phases.kept | self._worth_keeping(phase)
             self._change(
                 phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan
             )
-            self._journal.stall_seconds[name] += stalled()
 
     def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
         """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
         and the keeps)."""
         phases = self.phases
         self._journal.enter_phase(wanted.name, wanted.only)
-        try:
-            plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
-            agree = None if self.lock.vote is None else self.lock.vote.agree
-            self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
-            interrupts.check()  # the last look: from here on the phase is open
-        except BaseException as error:
-            self._journal.enter_phase(phases.name, phases.only)
-            # Not where the group's decision is unknown: other ranks may have entered the phase.
-            # Going back could be as wrong as going on.
-            if not isinstance(error, CoordinatorLost):
-                _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
-            raise
+        with self.reconciler.stall_of(wanted.name):
+            try:
+                plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
+                agree = None if self.lock.vote is None else self.lock.vote.agree
+                self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
+                interrupts.check()  # the last look: from here on the phase is open
+            except BaseException as error:
+                self._journal.enter_phase(phases.name, phases.only)
+                # Not where the group's decision is unknown: other ranks may have entered the phase.
+                # Going back could be as wrong as going on.
+                if not isinstance(error, CoordinatorLost):
+                    _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
+                raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
         phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
@@ -169,38 +174,45 @@ class PhaseStack:
                     inner.is_abandoned |= not inner.in_any_order
                 self._leave_abandoned()
             phases.require_leavable(phase)
-            stalled, others = self.reconciler.stopwatch(), phases.without(phase)
-            left_to = innermost(others) or IDLE
-            try:
-                self._note_end(phase)
-                self._expire_keeps()
-                plan, failures = phases.plan_after(phase)
-                phases.kept = self._worth_keeping(phase)
-                plan, vote = phases.with_kept(plan), self.lock.vote
-                failures = self.reconciler.retreat(
-                    plan,
-                    left_to,
-                    failures,
-                    patiently=error is None or isinstance(error, Exception),
-                    is_together=vote is not None and vote.all_leave(error),
-                    tell_ranks=None
-                    if vote is None
-                    else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
-                )
-            except BaseException:  # an interrupt while leaving: finish leaving, then raise it
-                self._expire_keeps()
-                self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
-                raise
-            finally:
-                phases.all = others
-                self._journal.enter_phase(phases.name, phases.only)
-                self._journal.stall_seconds[phase.name] += stalled()
+            others = phases.without(phase)
+            with self._leaving_to(others) as left_to:
+                try:
+                    self._note_end(phase)
+                    self._expire_keeps()
+                    plan, failures = phases.plan_after(phase)
+                    phases.kept = self._worth_keeping(phase)
+                    plan, vote = phases.with_kept(plan), self.lock.vote
+                    failures = self.reconciler.retreat(
+                        plan,
+                        left_to,
+                        failures,
+                        patiently=error is None or isinstance(error, Exception),
+                        is_together=vote is not None and vote.all_leave(error),
+                        tell_ranks=None
+                        if vote is None
+                        else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
+                    )
+                except BaseException:  # an interrupt while leaving: finish leaving, then raise it
+                    self._expire_keeps()
+                    self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
+                    raise
+                finally:
+                    phases.all = others
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
+
+    @contextmanager
+    def _leaving_to(self, others: Sequence[OpenPhase]) -> Iterator[str]:
+        """Count what happens inside for the innermost of the phases that stay open. Gives its
+        name."""
+        name, only = (others[-1].name, others[-1].only) if others else (IDLE, None)
+        self._journal.enter_phase(name, only)
+        with self.reconciler.stall_of(name):
+            yield name
 
     def _is_around_others(self, phase: OpenPhase) -> bool:
         """Whether a closed generator's phase has phases of the generator's caller open inside."""
@@ -215,19 +227,17 @@ class PhaseStack:
             self.phases.require_innermost(phase, f"be done with {handle.name!r}")
             if handle.external or not handle.is_on_device:
                 return
-            stalled = self.reconciler.stopwatch()
             if self.lock.vote is not None:
                 self.lock.vote.group.plans_may_differ = True  # the other ranks may not give it up
-            try:
-                phase.plan = plan.giving_up(handle.name)
-                phase.kept.discard(handle.name)
-                self.reconciler.carry_out_within(phase.name, phase.plan)
-            except BaseException as error:
-                phase.plan = plan
-                _note(error, self.reconciler.retreat(plan, phase.name))
-                raise
-            finally:
-                self._journal.stall_seconds[phase.name] += stalled()
+            with self.reconciler.stall_of(phase.name):
+                try:
+                    phase.plan = plan.giving_up(handle.name)
+                    phase.kept.discard(handle.name)
+                    self.reconciler.carry_out_within(phase.name, phase.plan)
+                except BaseException as error:
+                    phase.plan = plan
+                    _note(error, self.reconciler.retreat(plan, phase.name))
+                    raise
 
     def _note_end(self, phase: OpenPhase) -> None:
         self.reconciler.measure()
@@ -408,14 +418,13 @@ class PhaseStack:
             # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none
             # itself
             self._expire_keeps()
-            failures = self.reconciler.retreat(
-                phases.plan_after(gone[0])[0], innermost(phases.without(gone[0])) or IDLE
-            )
+            others = phases.without(gone[0])
+            with self._leaving_to(others) as left_to:
+                failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], left_to)
             if self.lock.vote is not None:
                 self.lock.vote.abandoned(gone[0].name)
             # last, so that after an interrupt the next phase transition does all of this again
-            phases.all = phases.without(gone[0])
-            self._journal.enter_phase(phases.name, phases.only)
+            phases.all = others
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
 
@@ -445,3 +454,15 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
                 living.reconciler.prefetcher.give_up(living.phases.name)
     except Exception as error:  # it would take the place of the allocator's own
         logger.warning("pages aside could not be given up: %s", str(error))
+
+
+def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:
+    """Return the memory of dropped gradients to the driver: called by the thread that has dropped
+    the last reference. A phase transition under way, or the next one, does it otherwise."""
+    if sys.is_finalizing() or (living := stack()) is None:
+        return
+    living.reconciler.has_unused = True
+    if not is_background():
+        with living.lock.if_free() as is_free:
+            if is_free:
+                living.reconciler.give_back_unused()

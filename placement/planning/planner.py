@@ -189,9 +189,10 @@ class Planner:
         if given is not None:
             return given
         handles = [*self._handles.values()] if views is None else views
-        # what can leave to make room
-        held_bytes = sum([each.resident_bytes for each in handles if not each.external])
-        available = self.memory.free_bytes + held_bytes + self._born_bytes
+        available = self.memory.free_bytes + self._born_bytes
+        for each in handles:
+            if not each.external:  # it can leave to make room
+                available += each.resident_bytes
         seen = self._others_bytes.get(phase)
         if seen is None:
             return int(available * (1 - self._settings.headroom))
@@ -250,7 +251,7 @@ class Planner:
             held += storage.sizes()[1]
             if handle.kind == "optimizer":
                 born += storage.born_bytes
-                unadopted += storage.unadopted_bytes
+                unadopted += storage.unadopted.nbytes
         self._born_bytes, self._state_bytes = born, born + unadopted
         return held
 

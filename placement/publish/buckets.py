@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -193,6 +193,7 @@ class Bucket(list[tuple[str, torch.Tensor]]):
         return list, (list(self),)
 
 
+_Bucket = TypeVar("_Bucket")
 Publisher = Any  # a `Handle`, whose room is above this one
 
 
@@ -261,7 +262,16 @@ def weights(
         raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
     nbytes = _checked_bytes(handle, bucket_bytes)
     described = _described(handle, _to_publish(handle, adapters, names), dtype)
-    return _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
+    buckets = _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
+    return _noting_the_end(handle, buckets, adapters)
+
+
+def _noting_the_end(
+    handle: Publisher, buckets: Iterator[_Bucket], adapters: Adapters
+) -> Iterator[_Bucket]:
+    yield from buckets
+    if adapters != "separate":  # these alone do not replace the weights of an engine
+        handle.note_published()
 
 
 def weight_changes(
@@ -285,7 +295,8 @@ def weight_changes(
         publication = Publication(
             handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last
         )
-    return _changes(handle, publication, nbytes, _times_begun(handle))
+    buckets = _changes(handle, publication, nbytes, _times_begun(handle))
+    return _noting_the_end(handle, buckets, adapters)
 
 
 def _changes(

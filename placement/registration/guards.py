@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import os
-import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from placement.core.call_guard import CHECKS, CallGuard, MethodCall
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.states import ROLES, State
-from placement.frameworks.base import asked
+from placement.frameworks.base import READ, Reading, reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import undo_initial_step
 from placement.registration.state_dicts import (
@@ -37,7 +36,7 @@ from placement.registration.state_dicts import (
     shown,
 )
 from placement.storage.range import RANGES
-from placement.tensors.plain import is_a, plain_parts
+from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -178,7 +177,7 @@ class StepGuard(Guard):
         if handle is None:
             return None
         try:
-            self._check(handle)
+            self._check(handle, optimizer)
         except PlacementError as error:
             if undo_initial_step():
                 error.add_note(
@@ -187,25 +186,25 @@ class StepGuard(Guard):
                 )
             raise
         if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": functools.partial(self._checked, closure)}
+            return args, {**kwargs, "closure": functools.partial(self._checked, optimizer, closure)}
         # torch's hooks are given the optimizer among the arguments
         first = 1 if args and args[0] is optimizer else 0
         if len(args) > first and callable(args[first]):
             return (
                 *args[:first],
-                functools.partial(self._checked, args[first]),
+                functools.partial(self._checked, optimizer, args[first]),
                 *args[first + 1 :],
             ), kwargs
         return None
 
-    def _checked(self, closure: Callable[[], Any]) -> Any:
+    def _checked(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
         loss = closure()
         handle = self.handle()
         if handle is not None:
-            self._check(handle)
+            self._check(handle, optimizer)
         return loss
 
-    def _check(self, handle: Handle) -> None:
+    def _check(self, handle: Handle, optimizer: Any) -> None:
         for each in (handle, *handle.owners):
             advice = _advise(each, "call step() inside manager.phase('train')", "train")
             if (
@@ -224,11 +223,13 @@ class StepGuard(Guard):
                 )
             if each.adapter is not None and (reason := each.adapter.away()) is not None:
                 refuse(each, "stepped", reason)
-        if handle.is_streaming and (handle.streamed is None or not handle.streamed.is_running):
+        if handle.is_streaming and (
+            handle.streamed is None or not handle.streamed.may_begin(optimizer)
+        ):
             advice = (
                 "its steps stream its state, and this one came around the method that does it. "
                 "Call step() of the optimizer object itself, looked up at each call; where other "
-                "code holds an earlier method (accelerate's GradScaler), use optimizer_in='train'"
+                "code holds an earlier method, use optimizer_in='train'"
             )
             refuse(handle, "stepped", advice)
         for owner in handle.owners:
@@ -284,16 +285,16 @@ class CopyGuard(Guard):
 
 
 class ReadGuard(Guard):
-    """Runs before a framework's method that reads tensors past every hook of torch: Megatron's
-    `sharded_state_dict`, PEFT's `merge` (which would only record the merge)."""
+    """Runs before a framework's method that reads or writes tensors past every hook of torch:
+    Megatron's `sharded_state_dict`, PEFT's `merge` (which would only record the merge)."""
 
-    def __init__(self, handle: Handle, what: str = "read by its framework") -> None:
+    def __init__(self, handle: Handle, what: Reading = READ) -> None:
         super().__init__(handle)
         self._what = what
 
-    def __call__(self, *_: Any) -> None:
-        handle = self.handle()
-        if handle is None or not is_off(handle):
+    def __call__(self, *call: Any) -> None:
+        what = self._what if isinstance(self._what, str) else self._asked(*call)
+        if what is None or (handle := self.handle()) is None or not is_off(handle):
             return
         phase = "train" if handle.kind == "optimizer" else "log_prob"
         advice = _advise(
@@ -308,44 +309,14 @@ class ReadGuard(Guard):
                 "the model as it is; to do it to the model, open a phase that loads it, such as "
                 "manager.phase('log_prob')"
             )
-        refuse(handle, self._what, advice)
+        refuse(handle, what, advice)
 
-
-class InjectGuard(ReadGuard):
-    """Runs before PEFT makes an adapter whose first values it computes by decomposing the weights:
-    torch fails to decompose poison."""
-
-    def __call__(self, tuner: Any, args: Any, kwargs: Any) -> None:
-        config = tuner.peft_config[kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]]
-        if config.peft_type in _DECOMPOSING or str(
-            getattr(config, "init_lora_weights", "")
-        ).startswith(_DECOMPOSING):
-            super().__call__()
-
-
-class SaveGuard(ReadGuard):
-    """Runs before PEFT saves a prompt's embeddings or SHiRA's indices, which it reads past the
-    state dict: before anything is written."""
-
-    def __call__(self, model: Any, args: Any, _: Any) -> None:
-        past = any(
-            config.is_prompt_learning or config.peft_type == "SHIRA"
-            for config in model.peft_config.values()
-        )
-        # a call of `save_pretrained`; else this is torch's hook of each state dict
-        is_saving = isinstance(args, tuple)
-        if past and (
-            is_saving
-            or any(
-                each.f_code.co_name == "get_peft_model_state_dict"
-                for each, _ in traceback.walk_stack(None)
-            )
-        ):
-            super().__call__()
-
-
-_DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "TINYLORA")
-"""Beginnings of values of `init_lora_weights`, and types of adapters."""
+    def _asked(self, *call: Any) -> str | None:
+        """The answer for this call. None while the object is on the device, and nothing is raised
+        then in a forked child, where such methods serve if they need no tensor."""
+        assert callable(self._what)
+        known = self._handle()
+        return self._what(*call) if known is not None and is_off(known) else None
 
 
 class StateDictGuard(Guard):
@@ -526,12 +497,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> None:
             of_torch: Any = part._state_dict_pre_hooks
             hooks.append(gather := part.register_state_dict_pre_hook(GatherGuard(handle)))
             of_torch.move_to_end(gather.id, last=False)  # in front of the framework's own hooks
-        hooks += [
-            MethodCall(ReadGuard(handle), part, name)
-            for names in asked("reading_methods", part)
-            for name in names
-        ]
-        _install_for_peft(handle, part, hooks)
+        _install_on_reading(handle, part, hooks)
     if isinstance(handle.adapter, OptimizerAdapter):
         for target in objects:
             if target not in roots:
@@ -550,24 +516,11 @@ def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: 
     )
 
 
-def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[Any]) -> None:
-    if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
-        hooks.extend(
-            MethodCall(ReadGuard(handle, "merged with its adapters"), part, name)
-            for name in ("merge", "unmerge")
-        )
-    elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
-        hooks.append(
-            MethodCall(
-                InjectGuard(handle, "given an adapter that is computed from its weights"),
-                part,
-                "inject_adapter",
-            )
-        )
-    elif is_a(part, "peft.peft_model", "PeftModel"):
-        guard = SaveGuard(handle, "saved by PEFT, which reads tensors past the state dict")
-        hooks.append(MethodCall(guard, part, "save_pretrained"))
-        hooks.append(part.register_state_dict_pre_hook(guard))
+def _install_on_reading(handle: Handle, target: Any, hooks: list[Any]) -> None:
+    hooks.extend(
+        MethodCall(ReadGuard(handle, what), target, name)
+        for name, what in reading_methods(target).items()
+    )
 
 
 def install_on_new(handle: Handle) -> None:
@@ -620,11 +573,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
     else:
         guards["step"] = StepGuard(handle)
-        hooks += [
-            MethodCall(ReadGuard(handle), target, name)
-            for names in asked("reading_methods", target)
-            for name in names
-        ]
+        _install_on_reading(handle, target, hooks)
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:

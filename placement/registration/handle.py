@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from transitions import Machine
 from placement.core.call_guard import without_modes
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError, PhaseError
 from placement.core.journal import HandleCounters
-from placement.core.states import TRANSITIONS, HandleView, State, Trigger
-from placement.engines.base import Engine
+from placement.core.states import TRANSITIONS, WEIGHTS, HandleView, State, Trigger
+from placement.engines.base import UNPUBLISHED, Engine
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -128,8 +128,9 @@ class Handle:
         """For an optimizer whose state placement moves: its steps that stream the state; None for
         other handles."""
         self.published: Published | None = None  # the last complete publication of `weight_changes`
-        # returns the name of the open phase. Set by the registry.
+        # return the name of the open phase, and the engines that generate. Set by the registry.
         self.phase_now: Callable[[], str] = str
+        self.engines: Callable[[], Iterable[Handle]] = tuple
         self.call_deadline_seconds = 0.0
         # why the handle can go neither forward nor back; None while it is sound
         self.broken: str | None = None
@@ -212,6 +213,31 @@ class Handle:
     @property
     def external_reason(self) -> str | None:
         return None if self.adapter is None else self.adapter.external
+
+    @property
+    def stale(self) -> str | None:
+        """Why an engine's weights must be published before it can generate; None if they need
+        not."""
+        return self.object.stale if isinstance(self.object, Engine) else None
+
+    def note_loaded(self) -> None:
+        """Note that a checkpoint has replaced the values. Engines need them before they can
+        generate, if the object is the actor; not those that have its very tensors."""
+        if self.kind != "module" or self.role != "actor":
+            return
+        mine = {id(each) for module in self.modules() for each in module.parameters()}
+        for engine in (handle.object for handle in self.engines()):
+            theirs = {id(each) for module in engine.modules() for each in module.parameters()}
+            if engine.stale is None and not (theirs and theirs <= mine):
+                engine.stale = UNPUBLISHED
+
+    def note_published(self) -> None:
+        """Note that the weights were published to the last one, for the engines that could take
+        them."""
+        for handle in self.engines():
+            is_there = handle.is_on_device and WEIGHTS not in handle.storage.offloaded_tags
+            if is_there and handle.stale == UNPUBLISHED:
+                handle.object.weights_filled()
 
     @property
     def gathers(self) -> str | None:

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
+from placement.devices.poisoned import has_nan
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import has_nan
 from placement.storage.range import RANGES
 from placement.tensors.plain import (
     SEQUENCES,

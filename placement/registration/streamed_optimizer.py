@@ -25,6 +25,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from placement.core.call_guard import MethodCall, without_modes
 from placement.core.errors import PhaseError
+from placement.core.interrupts import reference
 from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
@@ -161,6 +162,8 @@ class StreamedOptimizer:
             self._refuse(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
             handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
+            for wrapper in filter(_is_of_accelerate, self._adapter.objects()):
+                handle.guards.append(_MethodOfScaler(wrapper))
             self._is_installed = True
 
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,6 +177,11 @@ class StreamedOptimizer:
             )
         finally:
             self.is_running = False
+
+    def may_begin(self, optimizer: Any) -> bool:
+        """Whether a step of the optimizer, or of a wrapper around it, may go on: inside a streamed
+        step, or before one, which begins inside a wrapper's."""
+        return self.is_running or all(optimizer is not each for each in self._adapter.optimizers())
 
     @property
     def is_wanted(self) -> bool:
@@ -204,10 +212,6 @@ class StreamedOptimizer:
                 for part in self.parts_of(optimizer, parameter)
             ]
             stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
-            # else a loss scaler has the step leave out what it has found
-            if getattr(optimizer, "found_inf", None) is None:
-                with without_modes():  # last of all, because it waits for the backward pass
-                    self.storage.nan_check.refuse_gradients(step.parameters)
             window_bytes = (
                 self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
             )
@@ -335,6 +339,19 @@ class _StepCall(MethodCall):
         if streamed is not None and streamed.is_wanted:
             return streamed.step(target, args, kwargs)
         return method(*args, **kwargs)
+
+
+class _MethodOfScaler:
+    """The method that accelerate's wrapper has taken from its optimizer for a `GradScaler`. The
+    wrapper is made to look it up again when the streamed step comes, and when it goes."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = reference(wrapper)
+        self.remove()
+
+    def remove(self) -> None:
+        if (wrapper := self._wrapper()) is not None:
+            wrapper.__setstate__({})  # it unpickles by taking the method, too
 
 
 def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
@@ -474,11 +491,7 @@ def refusal(root: Any) -> str | None:
     inner = leaves[0].optimizer if len(leaves) == 1 else None
     instead = "use optimizer_in='train' or 'optimizer_step' for it"
     around = [each for each in objects if each is not inner]
-    if (
-        inner is None
-        or any(not is_a(each, "accelerate.optimizer", "AcceleratedOptimizer") for each in around)
-        or stepped_for(objects)
-    ):
+    if inner is None or not all(map(_is_of_accelerate, around)) or stepped_for(objects):
         return (
             f"{_name(root)} steps other optimizers by code of its own, which may need all their "
             f"state at once; {instead}"
@@ -491,6 +504,10 @@ def refusal(root: Any) -> str | None:
     if any(group.get("differentiable") for group in inner.param_groups):
         return f"differentiable=True keeps what a step computes for autograd; {instead}"
     return None
+
+
+def _is_of_accelerate(obj: object) -> bool:
+    return is_a(obj, "accelerate.optimizer", "AcceleratedOptimizer")
 
 
 def refusal_now(optimizer: Any) -> str | None:
@@ -529,11 +546,16 @@ def _reduces(parameter: Any) -> bool:
 def replaced_step(optimizer: Any) -> str | None:
     """Why the optimizer's own method may do more than a step, and what to do; None if it does
     nothing else. A learning rate scheduler replaces the method by one that tells it that there was
-    a step."""
+    a step, and accelerate by the method itself."""
     theirs = vars(optimizer).get("step")
-    if theirs is None or (
-        hasattr(theirs, "_wrapped_by_lr_sched")
-        and inspect.unwrap(theirs) is inspect.unwrap(type(optimizer).step)
+    is_own = getattr(theirs, "__func__", None) is type(optimizer).step
+    if (
+        theirs is None
+        or is_own
+        or (
+            hasattr(theirs, "_wrapped_by_lr_sched")
+            and inspect.unwrap(theirs) is inspect.unwrap(type(optimizer).step)
+        )
     ):
         return None
     return (

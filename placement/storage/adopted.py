@@ -9,24 +9,21 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from placement.core import interrupts
 from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
-from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.core.states import State
 from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
-from placement.storage.nan_check import NanCheck
 from placement.storage.pages import Behind, ChunkPool
 from placement.storage.range import RANGES, Range
 from placement.storage.scan import (
@@ -38,8 +35,9 @@ from placement.storage.scan import (
     stray_references,
     uncounted,
 )
-from placement.storage.state_dicts import are_only_read, was_handed_out
+from placement.storage.state_dicts import was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
+from placement.tensors.alive import Unadopted
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
@@ -86,7 +84,6 @@ class AdoptedStorage(Storage):
     alone."""
 
     can_prefetch = True
-    looks_for_nan = True  # see `Settings.nan_check`
     # the decision: whether the bytes on the device are the authoritative ones. If so, every range
     # has memory behind it.
     on_device = False
@@ -119,8 +116,6 @@ class AdoptedStorage(Storage):
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
         self._num_entries = 0  # the adapter's, as of the last look
-        # each `CastStorage` whose weights may be left to these values, which are their masters
-        self.casts: WeakIdSet[Any] = WeakIdSet()
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -129,16 +124,6 @@ class AdoptedStorage(Storage):
     @cached_property
     def writes(self) -> WritesWhileOffloaded:
         return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
-
-    @cached_property
-    def nan_check(self) -> NanCheck:
-        return NanCheck(
-            self.object_ranges,
-            self.device,
-            self.adapter.kind,
-            readonly=self.readonly,
-            is_on=self.looks_for_nan,
-        )
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -164,15 +149,15 @@ class AdoptedStorage(Storage):
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to put memory behind every range."""
-        return sum([r.device_bytes for r in self.object_ranges.all])
+        return sum([r.pages.needed_bytes for r in self.object_ranges.all])
 
     def sizes(self) -> tuple[int, int, int]:
         device_bytes = own_bytes = aside_bytes = 0
         for r in self.object_ranges.all:
-            device_bytes += r.device_bytes
+            device_bytes += r.pages.needed_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
-        unadopted_bytes = self.unadopted_bytes
+        unadopted_bytes = self.unadopted.nbytes if self.unadopted.storages else 0
         return (
             device_bytes + unadopted_bytes + self.unborn_bytes,
             own_bytes + aside_bytes + unadopted_bytes,
@@ -222,8 +207,8 @@ class AdoptedStorage(Storage):
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
-        if (unadopted_bytes := self.scanner.unadopted_bytes()) is not None:
-            self.unadopted_bytes = unadopted_bytes
+        if (unadopted := self.scanner.unadopted()) is not None:
+            self.unadopted = unadopted
             self.look_at_unborn()
             self.look_at_framework_memory()
 
@@ -271,7 +256,7 @@ class AdoptedStorage(Storage):
                 for index in r.pages.at(Behind.OWN)
                 if (chunk := r.pages.table[index].memory) is not None
             )
-            wanted = r.chunk_sizes if is_needed else ()
+            wanted = r.pages.needed_sizes if is_needed else ()
             if sizes != wanted:
                 raise IntegrityError(
                     f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks "
@@ -385,14 +370,6 @@ class AdoptedStorage(Storage):
     def before_shown(self) -> None:
         """Called before the host copy is shown to somebody who may write there: see
         `ReplicatedStorage`."""
-        if not are_only_read.get():
-            self.note_change()
-
-    def note_change(self, coming: Collection[object] = ()) -> None:
-        """The values may change, or are loaded together with `coming`: tell weights that are kept
-        as a cast of them."""
-        for each in self.casts:
-            each.masters_change(coming)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever
@@ -523,7 +500,6 @@ class AdoptedStorage(Storage):
 
     def _adopt_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
         born = self.scanner.rescan(movable=True)
-        self.nan_check.look_at_new(born.lasting)
         self.scanner.note_places(born)
         lasting = born.lasting + [
             each.adoptee
@@ -550,12 +526,10 @@ class AdoptedStorage(Storage):
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
         """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters
         on the CPU). Returns their ranges."""
-        before, here = self.ranges, 0
+        before, here = self.ranges, list[Adoptee]()
         born = self.writes.new_unless_changed()
         for transient, adoptees in ((False, born.lasting), (True, born.transient)):
-            here += sum(
-                each.nbytes for each in adoptees if each.storage.device == self.device.torch_device
-            )
+            here += [each for each in adoptees if each.storage.device == self.device.torch_device]
             away = [each for each in adoptees if each.storage.device != self.device.torch_device]
             if (fresh := self.scanner.adopt(away, transient=transient)) is not None:
                 self.set_ranges((*self.ranges, fresh))
@@ -565,7 +539,7 @@ class AdoptedStorage(Storage):
             self.scanner.rescan()
             # the load may fail and be tried again
             self.object_ranges.note_more_versions(self.scanner.versions)
-        self.unadopted_bytes = here
+        self.unadopted = Unadopted.of([each.storage for each in here])
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
@@ -604,8 +578,6 @@ class AdoptedStorage(Storage):
         behind it."""
         if not gone:
             return
-        if not all(r.transient for r in gone):
-            self.note_change()
         self.state_dict_tensors.leave_ranges(gone)
         for r in gone:
             r.pages.discard(chunk_pool)

@@ -24,6 +24,7 @@ import torch
 
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
+from placement.tensors.alive import Unadopted
 
 if TYPE_CHECKING:
     from placement.storage.range import Range
@@ -55,6 +56,14 @@ class Storage(abc.ABC):
         return False
 
     # --- bytes
+
+    unadopted = Unadopted()
+
+    @property
+    def unadopted_bytes(self) -> int:
+        """The part of `resident_bytes` in torch's own memory, which gets a place in a range at the
+        next offload: as of the last measurement, without what was dropped since."""
+        return self.unadopted.nbytes
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:
@@ -106,9 +115,6 @@ class Storage(abc.ABC):
 
     # whether bytes may arrive early: placement moves them, from a host copy of this process alone
     can_prefetch = False
-    # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next
-    # offload
-    unadopted_bytes = 0
     # the part of `num_bytes` for optimizer state that steps have still to create, as of the last
     # measurement
     unborn_bytes = 0
@@ -132,8 +138,6 @@ class Storage(abc.ABC):
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
     resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     keeps_weights = True  # whether the weights survive an offload
-    # why the weights are invalid until they are published again; None while they are valid
-    stale: str | None = None
 
     @property
     def offloaded_tags(self) -> frozenset[str]:

@@ -25,9 +25,11 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.storage.adopted import AdoptedStorage, Offload, Stage
+from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
-from placement.storage.range import Range, differing
+from placement.storage.range import Range
 from placement.storage.state_dicts import handed_out
+from placement.tensors.alive import Unadopted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,6 @@ class MoveResult:
     stray_references: int = 0
     stray_names: str = ""
     brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
-    nan: str = ""  # see `NanCheck.take`
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
         """Errors about what was found wrong with a handle, to be raised once its phase transition
@@ -53,8 +54,6 @@ class MoveResult:
                 "device; the registered values were kept. Register it without readonly=True if it "
                 "is meant to be written."
             )
-        if self.nan:
-            yield IntegrityError(self.nan)
         if self.brought_back:
             yield IntegrityError(
                 f"{self.brought_back} of {name!r} lay in other memory than theirs when it was "
@@ -166,15 +165,10 @@ class ManagedStorage(AdoptedStorage):
             for each in held:
                 each.disown(live)
         dead = self.dead()
-        # before they are dropped: they have the numbers of tensors that were replaced
-        if any(not r.transient for r in dead):
-            self.nan_check.look_at_new(self.scanner.rescan().lasting)
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
-        for each in self.casts:
-            each.masters_leave(self)
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody
@@ -255,8 +249,6 @@ class ManagedStorage(AdoptedStorage):
         self.show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
-        # it names the time of the offload before
-        nan = self.nan_check.take(self.offloaded_timestamp_seconds)
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
@@ -270,7 +262,6 @@ class ManagedStorage(AdoptedStorage):
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
             brought_back=", ".join(brought_back[:8]),
-            nan=nan,
         )
 
     def commit_load(self) -> None:
@@ -321,7 +312,7 @@ class ManagedStorage(AdoptedStorage):
         try:
             for r in self.ranges:
                 if r.moving_in is None:
-                    self.settle_on_device(r, chunk_pool)
+                    r.pages.settle(Side.DEVICE, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:
                 self.before_forced_offload(r)
@@ -363,10 +354,23 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.note_all_shown()
         if self.state_dict_tensors:
             self.object_ranges.may_be_written = True
-        self.unadopted_bytes = 0
+        self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
+
+    def give_back_unused(self) -> None:
+        """Give back the memory of dropped gradients, page by page."""
+        chunk_pool = ChunkPool(self.device)
+        for r in self.ranges if self.is_consistent else ():
+            # a state dict of state that was a gradient may have been loaded back
+            if (indices := r.unused_pages()) and not r.has_any(
+                self.state_dict_tensors.held_addresses
+            ):
+                if self.on_device:
+                    self.device.sync()  # kernels on any stream may still read what was dropped
+                r.pages.give_up(indices, chunk_pool)
+        chunk_pool.release()
 
     def immovable(self) -> Iterator[RegistrationError]:
         for name, problem in self.adapter.immovable():
@@ -422,8 +426,7 @@ class ManagedStorage(AdoptedStorage):
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
             r.pages.prints = device_prints
 
-    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`,
-    # `ReplicatedStorage`. They also have an `adopt_apart` and a `before_shown` of their own
+    # --- what `ReplicatedStorage` does in its own way, beside `adopt_apart` and `before_shown`
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying chunks (ascending) that were mapped just now to the device. Returns the
@@ -457,9 +460,6 @@ class ManagedStorage(AdoptedStorage):
         memory away. Idempotent."""
         self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
-    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        r.pages.settle(Side.DEVICE, chunk_pool)
-
     def before_forced_offload(self, r: Range) -> None:
         """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them:
         see `ReplicatedStorage`."""
@@ -487,7 +487,6 @@ class ManagedStorage(AdoptedStorage):
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host,
         and drop the ranges. Idempotent."""
-        self.note_change()
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return
@@ -506,7 +505,19 @@ class ManagedStorage(AdoptedStorage):
                 self.stage = before
             raise
         self.stage = Stage.LEAVING
-        self.scanner.unadopt(on_device=self.on_device)
+
+        def have_left(address: int) -> None:
+            if self.on_device:
+                self.device.wait_for_work()
+                for r in self.ranges:
+                    base = r.layout.addresses.base
+                    r.pages.vacate(
+                        [i for i, start in enumerate(r.starts) if base + start >= address],
+                        chunk_pool,
+                    )
+                chunk_pool.release()
+
+        self.scanner.unadopt(on_device=self.on_device, have_left=have_left)
         if self.on_device:
             # the kernels that copy the values out of the ranges have only been started
             self.device.wait_for_work()

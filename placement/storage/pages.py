@@ -12,6 +12,7 @@ Between two mappings, or after one that failed, a page has memory that is behind
 * `save`: a copy to the host where the device is newest.
 * `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next
   page that takes it. `discard`: the same of what is aside.
+* `give_up`: the same for good, of pages in which nothing lies any more.
 * `settle`: from any state to one side.
 
 Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours,
@@ -31,7 +32,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,6 +103,8 @@ class Pages:
         self.used_sizes = (*sizes[:-1], used_bytes - sum(sizes[:-1]))
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
+        self.unused: set[int] = set()  # the pages in which nothing lies. They get no memory.
+        self.needed_bytes = sum(sizes)  # bytes of memory of all others
         # bytes of memory behind the own addresses, or in hand between two mappings
         self.own_bytes = 0
         self.aside_bytes = 0
@@ -133,7 +136,17 @@ class Pages:
         ]
 
     def without_memory(self) -> list[int]:
-        return [index for index, page in enumerate(self.table) if page.memory is None]
+        """The pages that lack memory, ascending."""
+        return [
+            index
+            for index, page in enumerate(self.table)
+            if page.memory is None and index not in self.unused
+        ]
+
+    @property
+    def needed_sizes(self) -> tuple[int, ...]:
+        """Bytes of memory of each page that needs any while it is on the device."""
+        return tuple([size for index, size in enumerate(self.sizes) if index not in self.unused])
 
     def unfilled(self) -> list[int]:
         """The pages that have memory aside and no bytes there."""
@@ -250,6 +263,20 @@ class Pages:
             self._stop(self.bytes_of(vain))
         return self.bytes_of(held)
 
+    def give_up(self, indices: Collection[int], chunk_pool: ChunkPool) -> None:
+        """Take away the memory of pages in which nothing lies any more, for good. Kernels that
+        could read it have been waited for."""
+        if self.aside_bytes or self.is_receiving:
+            self._stop(0)
+        self.unused.update(indices)
+        self.needed_bytes = sum(self.needed_sizes)
+        self.vacate(indices, chunk_pool)
+
+    def need_all(self) -> None:
+        """Something may lie in every page again."""
+        self.unused.clear()
+        self.needed_bytes = sum(self.sizes)
+
     # --- bytes
 
     def save(self, indices: Iterable[int]) -> int:
@@ -328,7 +355,9 @@ class Pages:
         enough memory. `settle(HOST)` can be called then."""
         if side is Side.DEVICE:
             if any(
-                page.behind is not Behind.OWN or page.newest is Side.HOST for page in self.table
+                page.behind is not Behind.OWN or page.newest is Side.HOST
+                for index, page in enumerate(self.table)
+                if index not in self.unused
             ):
                 self._device.sync()
                 self.show(range(len(self.table)))

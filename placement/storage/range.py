@@ -4,85 +4,38 @@ storages and tensors in them.
 A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same
 weights, would move the same bytes against each other. So every adoption looks into the table of all
 ranges first (`RANGES`), which says who owns an address.
-
-Fingerprints show which bytes of a range changed. They are computed from the bytes themselves,
-because `Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and
-writes through `.data` leave it alone. Each 8-byte word is mixed with its position and the results
-are summed, so that sign flips, permutations and pairs of equal changes show; a changed piece keeps
-its fingerprint with a chance of about 2**-64. They are mixed as in splitmix64 (Steele, Lea, Flood,
-"Fast splittable pseudorandom number generators", 2014).
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-import importlib
-import importlib.util
 import itertools
 import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.interrupts import WeakIdSet
-from placement.core.journal import logger
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.disk import Spill
+from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
+from placement.tensors.alive import PlacedStorage, UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
-
-STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""The number of references to a storage (`_cdata`) from tensors, its Python object and C++
-together; 0 if only weak references are left."""
-
-
-def used_bytes(nbytes: int) -> int:
-    """The bytes that a range of `nbytes` uses: whole 8-byte words, because fingerprints are made of
-    these."""
-    return -(-nbytes // 8) * 8
-
-
-@dataclass(slots=True)
-class PlacedStorage:
-    """One adopted storage. It is referenced weakly, so that a range never keeps a tensor alive."""
-
-    name: str
-    ref: StorageWeakRef
-    offset: int
-    nbytes: int
-    use_count: int = 0
-    """References right after adoption, without those of tensors that adapters know (0: not counted
-    yet). At an offload any more than these are stray references."""
-
-    def storage(self) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
-
-    def uses(self) -> int:
-        """References to the storage now; 0 when it is dead. Its Python object counts; the call
-        creates it if it did not exist."""
-        return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
 class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The
     host copy has the same layout."""
 
-    # whether ranks share the host copy, or may share it again. It stays in host memory. True for a
-    # `CastRange`, too.
+    # whether ranks share the host copy, or may share it again. It stays in host memory.
     is_replica = False
-    can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
     def __init__(
@@ -99,7 +52,6 @@ class Range:
         self.nbytes = used_bytes(layout.nbytes)
         # see `layout.chunk_sizes`
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        self.device_bytes = sum(self.chunk_sizes)
         self.pages = self._pages_class(
             device, layout.addresses, self.chunk_sizes, self.nbytes, slab
         )
@@ -116,6 +68,9 @@ class Range:
         ) = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases,
         and the reference counts of then."""
+        self._unused: UnusedPages | None = None  # None where it is not transient
+        # called, in any thread, when a page of it has become unused
+        self.when_unused: Callable[[], object] = lambda: None
         # whether a state dict has shown the slab. Its holder may have written there, so `prints`
         # may be out of date.
         self.is_shown = False
@@ -159,16 +114,30 @@ class Range:
             placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
+        self._watch()
 
     def forget(self, entry: PlacedStorage) -> None:
         """Remove a storage that has left for good. Its place stays empty."""
         self.counted = self._by_storage = None
         self.placed = tuple(each for each in self.placed if each is not entry)
+        self._watch()
 
     def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
         # first: they have the address of the old storage, which may be freed now
         self.counted = self._by_storage = None
         entry.ref, entry.use_count = StorageWeakRef(home), 0
+        self._watch()
+
+    def _watch(self) -> None:
+        self.pages.need_all()
+        if self.transient:
+            self._unused = UnusedPages(
+                self.placed, self._device.chunk_bytes, len(self.chunk_sizes), self.when_unused
+            )
+
+    def unused_pages(self) -> set[int]:
+        """The pages that have become unused since memory was last given up."""
+        return set() if self._unused is None else self._unused.found - self.pages.unused
 
     def place_of(self, storage: torch.UntypedStorage) -> PlacedStorage | None:
         """The place to which a storage belongs, wherever it lies now; None where it has no place in
@@ -264,71 +233,14 @@ class Range:
             if storage is not None and storage.data_ptr() != base + entry.offset
         ]
 
+    def differing(
+        self, known: torch.Tensor | None, found: torch.Tensor, first: int = 0
+    ) -> list[int]:
+        """The pages, without unused ones, whose bytes differ: see `differing`."""
+        return [i for i in differing(known, found, first) if i not in self.pages.unused]
+
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index
-
-
-# --- fingerprints
-
-
-def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """One 64-bit fingerprint for each consecutive piece of `data`: int64 on its device. Nothing
-    waits for the host. `data`: uint8, one-dimensional, of at least `sum(sizes)` bytes.
-    `sizes`: bytes of each piece, multiples of 8."""
-    if not sizes:
-        return torch.empty(0, dtype=torch.int64, device=data.device)
-    with torch.no_grad():
-        words = data[: sum(sizes)].view(torch.int64)
-        if data.is_cuda and (kernel := _kernel(data.device)) is not None and kernel.fits(sizes):
-            found: torch.Tensor = kernel.fingerprints(words, sizes)
-            return found
-        return _by_torch(words, sizes)
-
-
-def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
-    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all
-    where none are. `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
-    `first`: the number of the first chunk."""
-    places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
-    return [first + index for index in places]
-
-
-@functools.cache
-def _kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile
-    (it needs a C compiler)."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
-        kernel.fingerprints(torch.zeros(1, dtype=torch.int64, device=device), [8])
-    # a missing compiler shows as errors of many kinds, and none of them may fail an offload
-    except Exception as error:
-        logger.warning(
-            "Triton's kernel for fingerprints does not run here, so they take about three times as "
-            "long: %s",
-            error,
-        )
-        return None
-    return kernel
-
-
-def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The definition of fingerprints, used where Triton does not run. It takes about three times as
-    long, and temporaries of 3 pieces."""
-    keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(STEP)
-    out = []
-    for piece in words.split([size // 8 for size in sizes]):
-        mixed = piece + keys[: piece.numel()]
-        mixed = mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MIX_1 - (1 << 64))
-        mixed = mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MIX_2 - (1 << 64))
-        out.append(mixed.bitwise_xor_(_shift(mixed, 31)).sum())
-    return torch.stack(out)
-
-
-def _shift(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right: torch's shift of a signed integer drags the sign along."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # --- who owns an address

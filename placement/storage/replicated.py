@@ -34,10 +34,11 @@ from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy, HostSlab, Mark
 from placement.ownership.adapter import Adapter
+from placement.storage.fingerprints import fingerprints, used_bytes
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import Behind, ChunkPool
-from placement.storage.range import Owner, Range, fingerprints, used_bytes
+from placement.storage.range import Owner, Range
 from placement.storage.scan import StorageScanner
 from placement.storage.shared import (
     ALONE,
@@ -232,7 +233,6 @@ class ReplicatedStorage(ManagedStorage):
         super().show_host_copy()
 
     def before_shown(self) -> None:
-        super().before_shown()
         for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:

@@ -28,6 +28,7 @@ from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter, Seen
+from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
     Adoptee,
@@ -40,13 +41,11 @@ from placement.storage.range import (
     RANGES,
     ObjectRanges,
     Owner,
-    PlacedStorage,
     Range,
     Versions,
-    storage_use_count,
-    used_bytes,
 )
 from placement.storage.state_dicts import StateDictTensors
+from placement.tensors.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.tensors.plain import (
     Owned,
     align_all,
@@ -214,13 +213,14 @@ class StorageScanner:
         # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by
         # then
         self._adopted: object | None = None
-        # the ranges at the last `unadopted_bytes`, and the record
+        # the ranges at the last `unadopted`, and the record
         self._measured_at: tuple[tuple[Range, ...], object] | None = None
         # host memory reserved for storages that are not created yet
         self.reserved: HostSlab | None = None
         self._reserved_addresses: Addresses | None = None
         # memory of gradients that have died, for those of the present offload: pinning takes long
         self.spare: HostSlab | None = None
+        self.when_unused: Callable[[], object] = lambda: None  # see `Range`
         # whether all ranks of a group are making the present move, in the same change of the group
         self.moves_together = False
         _SCANNERS.add(self)
@@ -411,10 +411,10 @@ class StorageScanner:
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
 
-    def unadopted_bytes(self) -> int | None:
-        """Bytes of the object's storages in torch's own memory. None where nothing that comes with
-        a training has come since the last call, see `Adapter.record_if_current`: a policy that
-        never offloads asks often."""
+    def unadopted(self) -> Unadopted | None:
+        """The object's storages in torch's own memory. None where nothing that comes with a
+        training has come since the last call, see `Adapter.record_if_current`: a policy that never
+        offloads asks often."""
         if (record := self.adapter.record_if_current()) is not None and self._measured_at == (
             self.ranges.all,
             record,
@@ -422,11 +422,7 @@ class StorageScanner:
             return None
         new = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return sum(
-            {
-                adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.lasting, *new.transient)
-            }.values()
-        )
+        return Unadopted.of([each.storage for each in (*new.lasting, *new.transient)])
 
     def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for storages that are not transient and exist at
@@ -439,7 +435,6 @@ class StorageScanner:
         *,
         transient: bool = False,
         in_parts: bool = False,
-        kind: type[Range] = Range,
     ) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages
         stay where they are until `move_in`. `in_parts`: more will come (bucket by bucket), so only
@@ -460,7 +455,8 @@ class StorageScanner:
         else:
             self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        fresh = kind(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
+        fresh.when_unused = self.when_unused
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
             if adoptee.storage.device == self._device.torch_device:
@@ -504,9 +500,11 @@ class StorageScanner:
 
     # --- the end of adoption
 
-    def unadopt(self, *, on_device: bool) -> None:
+    def unadopt(self, *, on_device: bool, have_left: Callable[[int], object]) -> None:
         """Give every tensor ordinary memory again, on the device or on the host. The ranges stay,
-        empty. Idempotent: where memory lacks, it can be repeated."""
+        empty. Idempotent: where memory lacks, it can be repeated.
+        `have_left`: called with an address when everything that lay there and above has left, so
+        that the memory behind it can go before the rest needs as much."""
         # what was loaded back is the object's own, and goes with what shares its memory
         if on_device:
             self.state_dict_tensors.disown(each.tensor for each in self.adapter.owned())
@@ -527,11 +525,13 @@ class StorageScanner:
         homes: dict[int, torch.UntypedStorage] = {}
         # Some lie in a range without having been adopted there: a state dict showed them, and was
         # loaded back.
+        is_alone = not any(True for _ in self.state_dict_tensors.shown())
         self._move_out(
             self._in_range(each.tensor.untyped_storage() for each in everything),
             (*own, *BORROWED),
             homes,
             on_device,
+            have_left if is_alone else _nothing_to_do,
         )
         others: list[Owned] = []
         if left := self._in_range(self.state_dict_tensors.shown()):
@@ -546,7 +546,8 @@ class StorageScanner:
                 for scanner in _SCANNERS
                 for each in (*scanner.adapter.stepped(), *scanner.tensors_now())
             ]
-            self._move_out(left, (*registered, *(each.tensor for each in others)), homes, on_device)
+            more = (*registered, *(each.tensor for each in others))
+            self._move_out(left, more, homes, on_device, _nothing_to_do)
         BORROWED.update(
             each.tensor
             for each in everything
@@ -562,12 +563,15 @@ class StorageScanner:
         tensors: Iterable[torch.Tensor],
         homes: dict[int, torch.UntypedStorage],
         on_device: bool,
+        have_left: Callable[[int], object],
     ) -> None:
         """Give these storages, and those of these tensors that use them, ordinary memory. Empties
-        the list, which keeps them alive."""
+        the list, which keeps them alive. `have_left`: see `unadopt`."""
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+        placed.sort(key=lambda place: place[1].layout.addresses.base + place[2])
+        moved_bytes = 0
         while placed:
             storage, r, offset = placed.pop()
             nbytes = storage.nbytes()
@@ -585,6 +589,10 @@ class StorageScanner:
                 bytes_now,
                 homes,
             )
+            moved_bytes += nbytes
+            if moved_bytes >= _LEAVING_TOGETHER_BYTES:
+                have_left(r.layout.addresses.base + offset)
+                moved_bytes = 0
 
     def _in_range(self, more: Iterable[torch.UntypedStorage]) -> list[_InRange]:
         """The storages that lie at addresses of a range, among the adopted ones and these."""
@@ -609,6 +617,11 @@ class StorageScanner:
 
 # a storage at the addresses of a range, the range, and its offset there
 _InRange = tuple[torch.UntypedStorage, Range, int]
+_LEAVING_TOGETHER_BYTES = 1 << 30
+
+
+def _nothing_to_do(_: int) -> None:
+    pass
 
 
 def _users_in_the_process(storages: Collection[int]) -> list[Owned]:

@@ -51,9 +51,10 @@ from placement.core.states import Plan
 from placement.devices.base import Device, round_up
 from placement.devices.host.slab import PAGE
 from placement.devices.memory import Copy, HostSlab, SharedHostSlab
+from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.pages import Pages, Side
-from placement.storage.range import Range, used_bytes
+from placement.storage.range import Range
 
 # pause between two looks at what the others say: the first one, and the longest
 _PAUSE_SECONDS = (0.00005, 0.005)

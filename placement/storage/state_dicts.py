@@ -29,9 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
+from placement.devices.poisoned import has_nan
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
-from placement.storage.nan_check import has_nan
 from placement.storage.range import ObjectRanges, Range
 from placement.tensors.plain import (
     align,
@@ -227,6 +227,11 @@ class StateDictTensors:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write
         there."""
         return bool(self._held())
+
+    @property
+    def held_addresses(self) -> list[int]:
+        """The addresses, ascending, of storages that were made for such tensors."""
+        return sorted(self._held()) if self._storages else []
 
     def _held(self) -> dict[int, StorageWeakRef]:
         """The storages that were made for such tensors, on either side, as far as anybody holds

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.errors import IntegrityError, PlacementError
+from placement.core.errors import IntegrityError, PlacementError, listed
 from placement.devices.base import Device
+from placement.devices.poisoned import has_nan, is_poison
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, Form, exchange, form_of, point
-from placement.storage.nan_check import has_nan, is_poison, listed
 from placement.storage.range import Place, Range
 from placement.storage.scan import Relocated, Scan, StorageScanner, lent_gradients
 from placement.tensors.plain import Outline, dense_parts, is_sparse, parts_of, restore

@@ -134,12 +134,10 @@ class Scene:
     def __init__(
         self, device: Device, layers: dict[str, Sequence[int]], trained: Collection[str]
     ) -> None:
-        # Random bytes are NaN now and then, in a tensor of one element throughout.
         self.manager = Manager(
             device=device,
             policy=Turns(**{side: _of_side(side) for side in SIDES}),
             budget_bytes=1 << 40,
-            nan_check=False,
         )
         self.all = {
             name: Growing(self.manager, name, each, trained=name in trained)

@@ -3,15 +3,10 @@ nothing else is copied."""
 
 from __future__ import annotations
 
-import ast
-import builtins
 import copy
 import ctypes
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +14,8 @@ import torch
 from torch import nn
 
 from placement import Manager
-from placement.storage import range as ranges
-from placement.storage.range import fingerprints
+from placement.devices.cuda import fingerprint_kernel
+from placement.storage.fingerprints import fingerprints
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same
 
@@ -215,46 +210,33 @@ def test_a_piece_has_the_same_fingerprint_wherever_it_lies_and_whatever_surround
     assert fingerprints(torch.empty(0, dtype=torch.uint8), []).shape == (0,)
 
 
-def test_the_kernel_names_nothing_that_triton_does_not_know() -> None:
-    """Triton evaluates the annotations of the arguments, too, and refuses any global name that is
-    neither its own nor built in."""
-    spec = importlib.util.find_spec("placement.storage.transfer.fingerprint_triton")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    (kernel,) = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list
-    ]
-    local = {argument.arg for argument in kernel.args.args}
-    compiled = [node for part in (kernel.args, *kernel.body) for node in ast.walk(part)]
-    local |= {
-        node.id
-        for node in compiled
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    used = {node.id for node in compiled if isinstance(node, ast.Name)}
-    assert used - local - set(dir(builtins)) == {"tl"}
+def test_a_fingerprint_is_the_sum_of_words_mixed_with_their_positions() -> None:
+    """By Python's integers, over the border of the blocks in which a processor computes it."""
+    words = torch.randint(-(2**63), 2**63 - 1, ((1 << 17) + 3,), dtype=torch.int64)
+    total, everything = 0, (1 << 64) - 1
+    for position, word in enumerate(words.tolist(), start=1):
+        mixed = (word + position * 0x9E3779B97F4A7C15) & everything
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & everything
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & everything
+        total = (total + (mixed ^ (mixed >> 31))) & everything
+    found = fingerprints(words.view(torch.uint8), [words.nbytes])
+    assert found.item() & everything == total
 
 
 def test_a_kernel_that_cannot_be_compiled_is_reported_and_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("Failed to find C compiler")
+    def fails(architecture: str) -> bytes:
+        raise RuntimeError(f"nvrtcResult NVRTC_ERROR_INVALID_OPTION: {architecture}")
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(
-        importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails)
-    )
-    ranges._kernel.cache_clear()
+    monkeypatch.setattr(fingerprint_kernel, "_compiled", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (99, 0))
+    device = torch.device("cuda", 0)
+    fingerprint_kernel.kernel_of.cache_clear()
     try:
-        assert ranges._kernel(torch.device("cpu")) is None
-        assert ranges._kernel(torch.device("cpu")) is None
+        assert fingerprint_kernel.kernel_of(device) is None
+        assert fingerprint_kernel.kernel_of(device) is None
     finally:
-        ranges._kernel.cache_clear()
-    assert [
-        record.getMessage()
-        for record in caplog.records
-        if ("Failed to find C compiler") in record.getMessage()
-    ] != []
-    assert len(caplog.records) == 1, "said once"
+        fingerprint_kernel.kernel_of.cache_clear()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "NVRTC_ERROR_INVALID_OPTION: sm_990" in said

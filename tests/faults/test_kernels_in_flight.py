@@ -260,6 +260,17 @@ ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fai
     chunks=st.sampled_from([44, 60, 400]),
     policy=st.sampled_from([Resident, lambda: Cyclic(idle="keep")]),
 )
+@example(  # gradients that outlive a phase are dropped in the next one, and do not fit twice
+    steps=[
+        ("train", "learn"),
+        ("ref_log_prob", "compute"),
+        ("ref_log_prob", "compute"),
+        ("train", "learn"),
+        ("train", "compute"),
+    ],
+    chunks=44,
+    policy=lambda: Cyclic(idle="keep"),
+)
 def test_random_programs(
     steps: list[tuple[str, str]], chunks: int, policy: Callable[[], placement.Policy]
 ) -> None:

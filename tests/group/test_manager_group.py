@@ -129,26 +129,6 @@ def test_an_interrupt_while_one_rank_leaves_is_told(failing: int) -> None:
     meet(ranks)
 
 
-@pytest.mark.parametrize("switched", [False, True])
-def test_numbers_that_became_nan_on_one_rank(switched: bool) -> None:
-    ranks = ranks_of(2)
-    meet(ranks)
-    before = [value.clone() for value in ranks[0].manager.handles["actor"].state_dict().values()]
-
-    def body(rank: Rank) -> None:
-        with rank.manager.phase("log_prob") as step:
-            if rank.group.rank == 0:
-                for parameter in rank.actor.parameters():
-                    parameter.data.fill_(float("nan"))
-            if switched:
-                step.switch("values")
-
-    for each in on_all(ranks, lambda rank: raised(rank, lambda: body(rank))):
-        assert "of 'actor' were numbers at its last offload" in each
-    assert all(map(torch.equal, before, ranks[0].manager.handles["actor"].state_dict().values()))
-    meet(ranks)
-
-
 # --- budgets
 
 

@@ -206,6 +206,46 @@ def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None
     hf.assert_same_bytes(hf.weights_of(again), hf.weights_of(trainer.model))
 
 
+def only_a_layer_learns(folder: str) -> Any:
+    """A model with few gradients, so that a training step needs less than actor and reference
+    together."""
+    model = hf.model_from(folder).requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        ("colocated", {"optim": "sgd"}),
+        # the reference is asked between two backward passes of one step
+        ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
+        ("colocated('streamed')", {}),
+    ],
+)
+def test_actor_and_reference_that_do_not_fit_together(
+    folder: str, tmp_path: Path, policy: str, changes: dict[str, Any]
+) -> None:
+    model_bytes = sum(each.nbytes for each in hf.model_from(folder).parameters())
+    # A step that streams its moments holds three buckets of them.
+    watch = Watch(
+        manager_for(policy=policy, budget_bytes=int(1.9 * model_bytes), streamed_bucket_bytes=4096)
+    )
+    train_both(
+        folder,
+        tmp_path,
+        lambda: {"eval_dataset": hf.prompts(), "model": only_a_layer_learns(folder)},
+        watch.manager,
+        before=lambda ours: watch.around(ours.ref_model, "forward"),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        **changes,
+    )
+    assert watch.seen["forward"] == {frozenset({"ref"})}
+    assert watch.manager.journal.decisions["refuse"] == 1  # it is tried once
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -361,6 +401,171 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
     return hf.tensors_in(torch.load(file, weights_only=True))
 
 
+def generating(at: str) -> Any:
+    """A callback that generates from the model, as TRL's `WeaveCallback` and people's samplers
+    do."""
+    from transformers import TrainerCallback
+
+    class Sampler(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        calls = 0
+
+    def generate(self: Any, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
+        self.calls += 1
+
+    setattr(Sampler, at, generate)
+    return Sampler()
+
+
+@pytest.mark.parametrize(
+    "at", ["on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end"]
+)
+def test_a_callback_that_generates_after_an_evaluation(
+    folder: str, tmp_path: Path, at: str
+) -> None:
+    changes = {**SAVING, "max_steps": 2, "eval_on_start": True}
+    callback = generating(at)
+    train_both(
+        folder,
+        tmp_path,
+        lambda: {"eval_dataset": hf.prompts(), "callbacks": [callback]},
+        **changes,
+    )
+    assert callback.calls > 1
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"])
+def test_adapters_whose_savers_read_past_the_state_dict(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    shape: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
+    if kind != "ShiraConfig":
+        shape = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    files = []
+    for cls in (trl.GRPOTrainer, placed.PlacedGRPOTrainer):
+        out = tmp_path / cls.__name__
+        trainer = make(
+            cls,
+            grpo_config(out, **{**SAVING, "max_steps": 2, "load_best_model_at_end": False}),
+            folder,
+            eval_dataset=hf.prompts(),
+            peft_config=getattr(peft, kind)(**shape),
+        )
+        train(trainer)
+        trainer.save_model(str(out / "end"))
+        files.append([each.read_bytes() for each in sorted(out.rglob("adapter_model.*"))])
+    assert len(files[0]) == 3
+    assert files[0] == files[1]
+
+
+# --- without a manager of the user's
+
+
+@pytest.fixture
+def _on_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+
+
+@pytest.mark.usefixtures("_on_16_mib")
+def test_after_training_a_script_goes_on_as_with_trl(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model is used, evaluated and trained again, and a trainer of another kind goes on with
+    it and with the first one's reward model."""
+    from transformers import Qwen2ForSequenceClassification
+
+    caplog.set_level("INFO", "placement")
+    ids = torch.tensor([[3, 4, 5]])
+    made = []
+    for grpo, rloo in (
+        (trl.GRPOTrainer, trl.RLOOTrainer),
+        (placed.PlacedGRPOTrainer, placed.PlacedRLOOTrainer),
+    ):
+        torch.manual_seed(3)
+        judge = Qwen2ForSequenceClassification(hf.config(num_labels=1))
+        out = tmp_path / grpo.__name__
+        common = {
+            "reward_funcs": judge,
+            "reward_processing_classes": hf.tokenizer(),
+            "eval_dataset": hf.prompts(),
+        }
+        changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        first = make(grpo, grpo_config(out, **changes), folder, **common)
+        train(first)
+        used = [first.model.generate(ids, max_new_tokens=4, do_sample=False), judge(ids).logits]
+        first.evaluate()
+        first.save_model(str(out / "end"))
+        train(first)
+        train(first, resume_from_checkpoint=str(out / "checkpoint-1"))
+        config = trl.RLOOConfig(**{**COMMON, "max_steps": 2}, output_dir=str(out))
+        second = make(rloo, config, folder, **common, model=first.model)
+        train(second)
+        made.append((first, second, used, _values(out / "end" / "model.safetensors")))
+    (own, own_next, own_used, own_saved), (ours, ours_next, used, saved) = made
+    assert_same(ours, own)
+    assert_same(ours_next, own_next)
+    assert all(map(torch.equal, used, own_used))
+    hf.assert_same_bytes(saved, own_saved)
+    for trainer in (ours, ours_next):
+        assert not trainer.manager.handles
+        assert trainer.manager.snapshot().peak_bytes > 0
+    assert (
+        "PlacedGRPOTrainer trains under policy 'colocated' on simulated, with the handles actor, "
+        "actor.optimizer, ref, reward"
+    ) in caplog.messages
+
+
+@pytest.mark.usefixtures("_on_16_mib")
+def test_an_evaluation_after_training_takes_turns(folder: str, tmp_path: Path) -> None:
+    trainer = make(
+        placed.PlacedGRPOTrainer,
+        grpo_config(tmp_path, max_steps=1),
+        folder,
+        eval_dataset=hf.prompts(),
+    )
+    trainer.evaluate()  # as TRL has it: nothing is placed before the first train()
+    trainer.train()
+    watch = Watch(trainer.manager)
+    watch.around(trainer, "_generate_single_turn")
+    trainer.evaluate()
+    assert watch.seen == {"_generate_single_turn": {frozenset({"actor"})}}
+    assert not trainer.manager.handles
+
+
+@pytest.mark.usefixtures("_on_16_mib")
+def test_what_the_user_registered_stays_registered(folder: str, tmp_path: Path) -> None:
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=1), folder)
+    judge = torch.nn.Linear(2, 2)
+    trainer.manager.register("judge", judge, role="reward", readonly=True)
+    trainer.train()
+    assert list(trainer.manager.handles) == ["judge"]
+
+
+@pytest.mark.parametrize("cls", [placed.PlacedGRPOTrainer, placed.PlacedRLOOTrainer])
+def test_a_trainer_made_without_init(cls: Any) -> None:
+    """TRL's own tests make trainers so, to call one method. What it lacks is TRL's, never ours."""
+    trainer = object.__new__(cls)
+    trainer.model = trainer.model_wrapped = torch.nn.Linear(2, 2)
+    calls: dict[str, tuple[Any, ...]] = {
+        "_generate": ([],),
+        "_get_per_token_logps_and_entropies": (trainer.model, torch.ones(1, 2), None, 1),
+        "_calculate_rewards": ([], [], [], []),
+        "compute_loss": (trainer.model, {}),
+        "evaluation_loop": ([], "Evaluation"),
+        "log": ({},),
+        "_load_from_checkpoint": ("nowhere",),
+        "_load_best_model": (),
+        "_save_checkpoint": (trainer.model, None),
+    }
+    for method, arguments in calls.items():
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            getattr(trainer, method)(*arguments)
+        last = list(raised.traceback)[-1]
+        assert "placement" not in str(last.path), f"{method}: {raised.value}"
+
+
 # --- DistributedDataParallel
 
 
@@ -394,6 +599,23 @@ def test_two_ranks(folder: str, tmp_path: Path) -> None:
     assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
 
 
+@on_ranks("two_ranks")
+def test_two_ranks_without_a_manager_train_twice(folder: str, tmp_path: Path) -> None:
+    os.environ.update(CI="1", PLACEMENT_DEVICE="simulated:16MiB")
+    warnings.simplefilter("ignore")
+    each = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+    trainers = []
+    for cls in (trl.GRPOTrainer, placed.PlacedGRPOTrainer):
+        config = grpo_config(tmp_path / cls.__name__, max_steps=1, **each)
+        trainers.append(make(cls, config, folder, eval_dataset=hf.prompts()))
+        train(trainers[-1])
+        trainers[-1].evaluate()
+        train(trainers[-1])
+    own, ours = trainers
+    assert_same(ours, own)
+    assert not ours.manager.handles
+
+
 # --- what fails
 
 
@@ -410,15 +632,33 @@ class Interrupting:
         return digits(completions)
 
 
+INTERRUPTED = {"max_steps": 2, "steps_per_generation": 1, "num_iterations": 1}
+
+
+@pytest.mark.usefixtures("_on_16_mib")
+def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: Path) -> None:
+    weights, trainers = [], []
+    for cls in (trl.GRPOTrainer, placed.PlacedGRPOTrainer):
+        config = grpo_config(tmp_path / cls.__name__, **INTERRUPTED)
+        trainers.append(make(cls, config, folder, reward_funcs=Interrupting(at=4)))
+        with pytest.raises(KeyboardInterrupt):
+            train(trainers[-1])
+        trainers[-1].model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4)
+        weights.append(hf.weights_of(trainers[-1].model))
+        train(trainers[-1])
+    hf.assert_same_bytes(*weights)
+    own, ours = trainers
+    assert not ours.manager.handles
+    assert_same(ours, own)
+
+
 def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
     """In the second backward pass of a step, with gradients of the first. TRL's own trainer,
     treated alike, says how it goes on."""
     manager = manager_for()
     trainers = []
     for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
-        config = grpo_config(
-            tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1
-        )
+        config = grpo_config(tmp_path / cls.__name__, **INTERRUPTED)
         trainers.append(make(cls, config, folder, reward_funcs=Interrupting(at=4), **keywords))
         with pytest.raises(KeyboardInterrupt):
             trainers[-1].train()
@@ -536,18 +776,27 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     )
 
 
+@pytest.mark.parametrize("is_given", [True, False])
 def test_vllm_that_sleeps(
-    folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
+    folder: str,
+    tmp_path: Path,
+    engines: Callable[[str], GeneratingLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    is_given: bool,
 ) -> None:
+    """With a manager of the user's, and with the trainer's own on the same device."""
     manager = on_device_of(tmp_path, "ours")
+    device = manager.device
+    monkeypatch.setattr("placement.manager.select_device", lambda name, **_: device)
     watch = Watch(manager)
     made = {}
     for whose, cls in (("own", trl.RLOOTrainer), ("ours", placed.PlacedRLOOTrainer)):
         llm = engines(whose)
         config = trl.RLOOConfig(**{**COMMON, **VLLM}, output_dir=str(tmp_path / "out"))
-        keywords = {"manager": manager} if whose == "ours" else {}
+        keywords = {"manager": manager} if whose == "ours" and is_given else {}
         trainer = make(cls, config, folder, eval_dataset=hf.prompts(), **keywords)
         if whose == "ours":
+            watch.manager = trainer.manager
             watch.around(llm, "generate")
         trainer.train()
         trainer.evaluate()

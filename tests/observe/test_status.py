@@ -119,6 +119,27 @@ def test_what_is_wrong_shows_and_is_the_exit_status(
         assert "'0' is not a number of seconds above 0" in capsys.readouterr().err
 
 
+def test_what_a_worker_takes_that_does_not_answer_is_unknown(
+    workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its own row, in its node's, which has another worker, and on a node of its own."""
+    target = next(tmp_path.glob("*.json"))
+    lost = json.loads(target.read_text(encoding="utf-8"))
+    lost[0]["targets"] = ["127.0.0.1:9"]
+    lost[0]["labels"]["rank"] = "3"
+    (tmp_path / "lost.json").write_text(json.dumps(lost), encoding="utf-8")
+    alone = "http://127.0.0.1:9"
+    assert main(["status", str(tmp_path), alone]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert sum(cells[1:7] == ["?"] * 6 for cells in lines) == 2
+    host_bytes = readable(2 * workers[0].handles["actor"].host_bytes)
+    assert f"node0 {host_bytes} + ? 0 + ? 0 + ? 0 + ?".split() in lines
+    assert [alone.removeprefix("http://"), *["?"] * 4] in lines
+    main(["status", "--json", alone])
+    (view,) = json.loads(capsys.readouterr().out)
+    assert set(view) == {"name", "labels", "error"}
+
+
 def test_the_trouble_of_a_worker() -> None:
     handle = {"name": "actor", "broken": "a reason", "drift_bytes": 3}
     snapshot = {"handles": [handle], "unpaired_bytes": 2048, "wrong_writes": 2}

@@ -3,14 +3,20 @@ that wait for what they would overwrite."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import placement
 from placement import checkpoint
@@ -201,3 +207,251 @@ def test_what_hooks_compute_is_saved_as_it_was_at_the_call(
     saved.result(SECONDS)
     checkpoint.load(other.manager, tmp_path, only=["actor"])
     assert_same(dict(other.actor.state_dict()), wanted)
+
+
+# --- the writing thread and the rest of the process
+
+
+class Closing:
+    """An object of a user that closes its manager when it is garbage-collected."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __del__(self) -> None:
+        self.worker.manager.close()
+
+
+def in_a_phase(worker: Worker) -> Iterator[int]:
+    with worker.manager.phase("log_prob"):
+        yield 1
+
+
+def begun(items: Iterator[Any]) -> Iterator[Any]:
+    next(items)
+    return items
+
+
+def weights(worker: Worker) -> Any:
+    worker.manager.enter("weight_sync")
+    return begun(worker.actor.weights())
+
+
+def engine(worker: Worker) -> Any:
+    found = placement.TorchEngine(torch.nn.Linear(8, 8))
+    worker.manager.register("rollout", found)
+    return found, worker
+
+
+DROPPED: dict[str, Callable[[Worker], Any]] = {
+    "manager": lambda worker: worker,
+    "handle": lambda worker: (worker.actor, worker.manager, worker.net),
+    "engine": engine,
+    "hold": lambda worker: worker.manager.hold("log_prob"),
+    "hold around": lambda worker: begun(worker.manager.hold("log_prob").around(iter([1, 2]))),
+    "phase": lambda worker: begun(in_a_phase(worker)),
+    "weights": weights,
+    "__del__": Closing,
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("what", DROPPED)
+def test_what_is_collected_on_the_writing_thread_does_not_wait_there(
+    what: str, busy: Busy, tmp_path: Path
+) -> None:
+    worker: Worker | None = trained()
+    assert worker is not None
+    cycle: list[Any] = [DROPPED[what](worker)]
+    cycle.append(cycle)
+    wanted = values(worker) if what != "engine" else None
+    collecting = files.writer(os.getpid()).submit(gc.collect)
+    saving = checkpoint.async_save(worker.manager, tmp_path / "a")
+    if what in ("manager", "handle", "engine", "__del__"):
+        worker = None
+    gc.disable()
+    try:
+        del cycle
+        busy.go()
+        collecting.result(SECONDS)
+    finally:
+        gc.enable()
+    saving.result(SECONDS)
+    if wanted is not None:
+        assert_saved(tmp_path / "a", wanted)
+    if worker is not None:
+        while worker.manager.phase_name == "weight_sync":
+            worker.manager.leave()
+        with worker.manager.phase("train"):  # and what was open is left
+            learn(worker.net, worker.adam)
+        assert_nothing_resident(worker.manager)
+
+
+def test_a_save_cannot_be_cancelled_and_training_goes_on(busy: Busy, tmp_path: Path) -> None:
+    worker = trained()
+    wanted = values(worker)
+    saving = checkpoint.async_save(worker.manager, tmp_path / "a")
+    assert not saving.cancel()
+
+    async def impatient() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(saving), 0.01)
+
+    asyncio.run(impatient())
+    busy.go()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    saving.result(SECONDS)
+    assert_saved(tmp_path / "a", wanted)
+
+
+class Slow:
+    """A setting whose pickling waits."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, _: Any) -> Slow:
+        return self
+
+    def __reduce__(self) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(SECONDS)
+        return Slow, ()
+
+
+def test_a_running_save_whose_waiter_is_cancelled_is_finished(tmp_path: Path) -> None:
+    worker, slow = trained(), Slow()
+    worker.adam.param_groups[0]["slow"] = slow
+    saving = checkpoint.async_save(worker.manager, tmp_path / "a", only=["actor.optimizer"])
+
+    async def impatient() -> None:
+        waiting = asyncio.ensure_future(asyncio.wrap_future(saving))
+        await asyncio.get_running_loop().run_in_executor(None, slow.begun.wait, SECONDS)
+        waiting.cancel()
+
+    asyncio.run(impatient())
+    assert not saving.done()
+    slow.go_on.set()
+    saving.result(SECONDS)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+
+
+def wait_for_another(worker: Worker, path: Path) -> None:
+    checkpoint.async_save(worker.manager, path / "b").result(SECONDS)
+
+
+def in_phase(worker: Worker, _: Path) -> None:
+    with worker.manager.phase("log_prob"):
+        worker.net(torch.zeros(1, 64))
+
+
+CALLS: dict[str, Callable[[Worker, Path], Any]] = {
+    "async_save": lambda worker, path: checkpoint.async_save(worker.manager, path / "b"),
+    "another's result": wait_for_another,
+    "save": lambda worker, path: checkpoint.save(worker.manager, path / "b"),
+    "load": lambda worker, path: checkpoint.load(worker.manager, path / "a"),
+    "phase": in_phase,
+    "audit": lambda worker, _: worker.manager.audit(),
+    "unregister": lambda worker, _: worker.manager.unregister("critic.optimizer"),
+    "close": lambda worker, _: worker.manager.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_callback_of_a_save_may_make_any_call_while_a_phase_ends(
+    call: str, busy: Busy, tmp_path: Path
+) -> None:
+    worker = trained()
+    called: Future[Any] = Future()
+    leaving = threading.Event()
+
+    def back(_: Future[None]) -> None:
+        try:
+            assert leaving.wait(SECONDS)
+            called.set_result(CALLS[call](worker, tmp_path))
+        except placement.PlacementError as error:  # a clear one
+            called.set_result(error)
+        except BaseException as error:
+            called.set_exception(error)
+
+    def train() -> None:
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+            leaving.set()
+
+    checkpoint.async_save(worker.manager, tmp_path / "a").add_done_callback(back)
+    last = checkpoint.async_save(worker.manager, tmp_path / "last")
+    training = in_a_thread(train)
+    assert waits(training)
+    busy.go()
+    training.join(SECONDS)
+    assert not training.is_alive()
+    last.result(SECONDS)
+    called.result(SECONDS)
+
+
+def test_a_callback_that_raises_and_a_save_that_fails_hold_nobody_up(
+    busy: Busy, tmp_path: Path
+) -> None:
+    worker = trained()
+    wanted = values(worker)
+    (tmp_path / "file").write_text("in the way")
+    failing = checkpoint.async_save(worker.manager, tmp_path / "file" / "below")
+    failing.add_done_callback(lambda _: 1 // 0)
+    saving = checkpoint.async_save(worker.manager, tmp_path / "a")
+    busy.go()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    with pytest.raises(placement.CheckpointError, match="below"):
+        failing.result(SECONDS)
+    saving.result(SECONDS)
+    assert_saved(tmp_path / "a", wanted)
+
+
+EXITING = """
+import atexit, os, sys, threading, torch, placement
+from placement.checkpoint import files
+from placement.testing import SimulatedDevice
+
+manager = placement.Manager(device=SimulatedDevice(64 << 20))
+model = torch.nn.Linear(8, 8)
+manager.register("actor", model, role="actor")
+
+
+@atexit.register
+def late():
+    try:
+        placement.checkpoint.async_save(manager, sys.argv[1] + "/late")
+    except placement.CheckpointError as error:
+        print("refused:", error)
+    placement.checkpoint.load(manager, sys.argv[1] + "/b")
+    with manager.phase("log_prob"):
+        print("went on")
+
+
+go_on = threading.Event()
+files.writer(os.getpid()).submit(go_on.wait, 30)
+threading.Thread(target=lambda: (threading.main_thread().join(), go_on.set())).start()
+for name in "ab":
+    saving = placement.checkpoint.async_save(manager, f"{sys.argv[1]}/{name}")
+    saving.add_done_callback(lambda _: print("called back", manager.audit().ok))
+"""
+
+
+def test_a_process_that_exits_writes_what_is_queued(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXITING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "called back True",
+        "called back True",
+        "refused: the process is exiting, so no other thread can write: use save()",
+        "went on",
+    ]
+    assert all((tmp_path / name / ".metadata").exists() for name in "ab")

@@ -350,6 +350,140 @@ def test_groups_are_matched_by_parameter_and_tensor_settings_keep_their_place(
     assert swapped.param_groups[0]["weight_decay"] == 0.125
 
 
+def mask(at: int) -> torch.Tensor:
+    return torch.ones(1600).index_fill(0, torch.tensor([at]), 0.0)
+
+
+class Schedule:
+    def __init__(self, rate: float) -> None:
+        self.rate = torch.tensor(rate)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rates": ({"lr": torch.tensor(3.00001e-5)}, {"lr": torch.tensor(3.00004e-5)}),
+    "masks": ({"mask": mask(700)}, {"mask": mask(800)}),
+    "arrays": ({"mask": mask(700).numpy()}, {"mask": mask(800).numpy()}),
+    "dtypes": ({"mask": torch.zeros(2)}, {"mask": torch.zeros(2).int()}),
+    "inside": ({"mask": [(mask(700), 1)]}, {"mask": [(mask(800), 1)]}),
+    "objects": ({"schedule": Schedule(3.00001e-5)}, {"schedule": Schedule(3.00004e-5)}),
+    "zeros": ({"bias": torch.tensor(0.0)}, {"bias": torch.tensor(-0.0)}),
+}
+
+
+@pytest.mark.parametrize("differ", [True, False])
+@pytest.mark.parametrize("what", SETTINGS)
+def test_groups_are_merged_only_if_their_settings_are_the_same_bits(
+    what: str, differ: bool, tmp_path: Path
+) -> None:
+    one, two = SETTINGS[what]
+    two = two if differ else copy.deepcopy(one)
+
+    def optimizer(model: torch.nn.Sequential, *settings: dict[str, Any]) -> torch.optim.Optimizer:
+        parts = [[*model[0].parameters()], [*model[2].parameters()]]
+        parts = parts if len(settings) == 2 else [parts[0] + parts[1]]
+        each = [{"params": part, **more} for part, more in zip(parts, settings, strict=True)]
+        return torch.optim.SGD(each, lr=0.1)
+
+    models = net(), net()
+    extra = {"rate": float("nan")}
+    checkpoint.save(
+        registered(models[0], optimizer(models[0], one | extra, two | extra)), tmp_path / "a"
+    )
+    target = registered(models[1], optimizer(models[1], copy.deepcopy(one)))
+    refused = pytest.raises(CheckpointError, match="several groups with different settings")
+    with refused if differ else contextlib.nullcontext():
+        checkpoint.load(target, tmp_path / "a")
+
+
+@pytest.mark.parametrize("keys", [(torch.zeros(3), torch.zeros(3)), (1, "1")])
+def test_state_whose_key_has_no_name_of_its_own_is_not_saved(
+    keys: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = registered(model, optimizer)
+    for number, key in enumerate(keys):
+        optimizer.state[key] = {"count": number}
+    with pytest.raises(CheckpointError, match="has no name of its own"):
+        checkpoint.save(manager, tmp_path / "a")
+
+
+# --- weights that are one here and were several
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, how: str | None) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.back = torch.nn.Linear(8, 4, bias=False)
+        self.register_buffer("scale", torch.randn(8, 4))
+        self.register_buffer("first", torch.randn(4))
+        if how == "parameter":
+            self.head.weight = self.embed.weight
+        elif how == "transposed":
+            self.back.weight = torch.nn.Parameter(self.embed.weight.detach().T)
+        elif how == "buffer":
+            self.scale = self.embed.weight.detach()
+        elif how == "slice":
+            self.first = self.embed.weight.detach()[3]
+
+
+TIED = {
+    "parameter": "head.weight",
+    "transposed": "back.weight",
+    "buffer": "scale",
+    "slice": "first",
+}
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "train"])
+@pytest.mark.parametrize("how", TIED)
+def test_two_values_for_one_weight_are_refused_and_change_nothing(
+    how: str, phase: str, tmp_path: Path
+) -> None:
+    def built(how: str | None) -> Manager:
+        model = Pair(how)
+        return registered(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    source, target = built(None), built(how)
+    other, other_critic = net(), net()
+    target.register("critic", other, role="critic")
+    source.register("critic", other_critic, role="critic")
+    checkpoint.save(source, tmp_path / "a", only=["critic", "actor"])
+    before = copy.deepcopy({n: h.state_dict() for n, h in target.handles.items()})
+    both = rf"(embed.weight and {TIED[how]}|{TIED[how]} and embed.weight) are tied"
+    with target.phase(phase):
+        with pytest.raises(CheckpointError, match=both):
+            checkpoint.load(target, tmp_path / "a", only=["critic", "actor"])
+        with pytest.raises(CheckpointError, match=both):
+            checkpoint.Model(target.handles["actor"]).load_state_dict(
+                source.handles["actor"].state_dict()
+            )
+    assert_same({n: h.state_dict() for n, h in target.handles.items()}, before)
+
+
+@pytest.mark.parametrize("how", TIED)
+def test_one_value_for_tied_weights_is_loaded_nan_too(how: str, tmp_path: Path) -> None:
+    source, target = registered(Pair(how)), registered(Pair(how))
+    with source.phase("log_prob"), torch.no_grad():
+        source.handles["actor"].object.embed.weight[3, 1] = float("nan")
+    checkpoint.save(source, tmp_path / "a")
+    checkpoint.load(target, tmp_path / "a")
+    assert_same(
+        dict(target.handles["actor"].state_dict()), dict(source.handles["actor"].state_dict())
+    )
+
+
+def test_weights_that_were_tied_are_loaded_where_they_are_not(tmp_path: Path) -> None:
+    source, target = registered(Pair("parameter")), registered(Pair(None))
+    checkpoint.save(source, tmp_path / "a")
+    checkpoint.load(target, tmp_path / "a")
+    assert_same(
+        dict(target.handles["actor"].state_dict()), dict(source.handles["actor"].state_dict())
+    )
+
+
 def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
     class Counting(torch.nn.Linear):
         seen = 0

@@ -3,6 +3,7 @@ is offloaded. The real package."""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,8 @@ from tests.support.worker import make_manager
 peft = needs("peft")
 transformers = needs("transformers")
 load_file = needs("safetensors.torch").load_file
+hotswap = needs("peft.utils.hotswap")
+reduce_intruder_dimension = needs("peft.tuners.lora.intruders").reduce_intruder_dimension
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """transformers and PEFT warn of each other."""
@@ -197,6 +200,168 @@ def test_what_would_compute_with_offloaded_weights_is_refused(
         model.unmerge_adapter()
     manager.close()
     assert not any({"merge", "unmerge"} & set(vars(module)) for module in model.modules())
+
+
+# --- what changes tensors together with what Python code keeps about them: refused as a whole while
+# offloaded, and in a phase as PEFT alone
+
+
+def _two_adapters(**more: Any) -> Any:
+    torch.manual_seed(3)
+    model = peft.get_peft_model(Model(), config(lora_alpha=4, **more))
+    model.add_adapter("second", config(lora_alpha=4, **more))
+    return model
+
+
+def _weighted(how: str) -> Callable[[Any, Path], Any]:
+    return lambda model, _: model.add_weighted_adapter(
+        ["default", "second"], [0.7, 0.3], "both", combination_type=how, density=0.5
+    )
+
+
+def _load_into_the_first(model: Any, folder: Path) -> None:
+    peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+
+
+def _eva(model: Any, _: Path) -> None:
+    model.peft_config["default"].init_lora_weights = "eva"
+    found = {
+        name: torch.ones(4, part.in_features)
+        for name, part in model.named_modules()
+        if hasattr(part, "lora_A")
+    }
+    peft.initialize_lora_eva_weights(model, eva_state_dict=found)
+
+
+def _hotswap(model: Any, folder: Path) -> None:
+    hotswap.hotswap_adapter(model, str(folder), "default", torch_device="cpu")
+
+
+def _hotswap_from_state_dict(model: Any, folder: Path) -> None:
+    given = load_file(folder / "adapter_model.safetensors")
+    given = {name.replace(".weight", ".default.weight"): value for name, value in given.items()}
+    hotswap.hotswap_adapter_from_state_dict(
+        model, given, "default", peft.LoraConfig.from_pretrained(folder)
+    )
+
+
+CHANGES: dict[str, Callable[[Any, Path], Any]] = {
+    "hotswap": _hotswap,
+    "hotswap from a state dict": _hotswap_from_state_dict,
+    "padding": lambda model, _: hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8),
+    **{f"weighted, {how}": _weighted(how) for how in ("svd", "linear", "cat", "ties", "dare_ties")},
+    "load": lambda model, folder: model.load_adapter(folder, "more", torch_device="cpu"),
+    "load into": lambda model, folder: model.load_adapter(folder, "second", torch_device="cpu"),
+    "a state dict": _load_into_the_first,
+    "eva": _eva,
+    "intruders": lambda model, _: reduce_intruder_dimension(model, logging_sink=None),
+    "dora": lambda model, _: model.add_adapter("more", config(use_dora=True)),
+    "olora": lambda model, _: model.add_adapter(
+        "more", peft.LoraConfig(r=4, target_modules=["up"], init_lora_weights="olora")
+    ),
+    "a module to save": lambda model, _: model.add_adapter(
+        "more", config(modules_to_save=["head"])
+    ),
+    "merge": lambda model, _: model.merge_adapter(),
+    "merge and unload": lambda model, _: model.merge_and_unload(),
+    "merge a layer": lambda model, _: model.base_model.model.down.merge(),
+}
+
+
+def _numbers(model: Any) -> dict[str, Any]:
+    """What PEFT keeps beside the tensors."""
+    kept: dict[str, Any] = {
+        name: [
+            {key: float(value) for key, value in getattr(part, "scaling", {}).items()},
+            dict(getattr(part, "r", {})),
+            *(list(part.merged_adapters), list(part.active_adapters)),
+        ]
+        for name, part in model.named_modules()
+        if hasattr(part, "merged_adapters")
+    }
+    configs = getattr(model, "peft_config", {}).items()
+    return kept | {name: copy.deepcopy(each.to_dict()) for name, each in configs}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_adapters_is_refused_as_a_whole_and_made_in_a_phase(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    peft.get_peft_model(Model(), config(lora_alpha=16)).save_pretrained(tmp_path)
+
+    def change(model: Any) -> Any:
+        torch.manual_seed(7)
+        result = CHANGES[name](model, tmp_path)
+        return result if isinstance(result, nn.Module) else model
+
+    plain = change(_two_adapters())
+    wanted = training.bytes_of(plain.state_dict()), _numbers(plain), plain(batch(0)).tolist()
+    model = _two_adapters()
+    output = training.as_bytes(model(batch(0)))
+    if name == "eva":  # its precondition
+        model.peft_config["default"].init_lora_weights = "eva"
+    before = training.bytes_of(model.state_dict()), _numbers(model)
+    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    manager.register("actor", model, role="actor")
+    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED"):
+        change(model)
+    assert (training.bytes_of(model.state_dict()), _numbers(model)) == before
+    assert manager.audit().ok
+    with manager.phase("log_prob"):
+        assert training.as_bytes(model(batch(0))) == output
+        changed = change(model)
+        found = training.bytes_of(changed.state_dict()), _numbers(changed)
+        assert (*found, changed(batch(0)).tolist()) == wanted
+    with manager.phase("log_prob"):
+        assert training.bytes_of(changed.state_dict()) == wanted[0]
+    manager.close()
+
+
+def test_a_change_of_a_layer_that_was_put_into_a_model_without_pefts_own(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    peft.get_peft_model(Model(), config(lora_alpha=16)).save_pretrained(tmp_path)
+    inside = peft.inject_adapter_in_model(config(), Model())
+    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    manager.register("actor", inside, role="actor")
+    before = _numbers(inside)
+    with pytest.raises(NotResidentError, match="given the weights of an adapter"):
+        hotswap.hotswap_adapter_from_state_dict(inside, {}, "default", config(lora_alpha=16))
+    with pytest.raises(NotResidentError, match="padded"):
+        hotswap.prepare_model_for_compiled_hotswap(inside, target_rank=8)
+    assert _numbers(inside) == before
+    manager.close()
+
+
+def test_other_active_adapters_are_refused_while_adapters_are_merged() -> None:
+    """PEFT unmerges them first."""
+    model = _two_adapters()
+    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    manager.register("actor", model, role="actor")
+    model.set_adapter("second")
+    model.set_adapter("default")
+    with manager.phase("log_prob"):
+        model.merge_adapter()
+    before = _numbers(model)
+    with pytest.raises(NotResidentError, match="merged with its adapters"):
+        model.base_model.set_adapter("second")
+    assert _numbers(model) == before
+    with manager.phase("log_prob"):
+        model.set_adapter("second")
+        assert not any(part.merged for part in model.modules() if hasattr(part, "merged"))
+    manager.close()
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "multitask prompt", "prefix"])
+def test_a_prompt_is_not_computed_while_offloaded(prompt: str) -> None:
+    model = _adapted(_READ_PAST_IT[prompt]())
+    task_ids = torch.tensor([0]) if prompt == "multitask prompt" else None
+    manager = _registered(model)
+    with pytest.raises(NotResidentError, match="cannot be asked for its prompt"):
+        model.get_prompt(1, task_ids)
+    with manager.phase("log_prob"):
+        model.get_prompt(1, task_ids)
+    manager.close()
 
 
 # --- adapters that PEFT saves and makes while the model is offloaded: as without placement, or

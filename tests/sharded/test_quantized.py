@@ -6,9 +6,11 @@ The 20 steps run on a GPU too, in tests/gpu/test_frameworks.py.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -193,6 +195,32 @@ def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() ->
     ]
 
 
+@pytest.mark.parametrize("kind", ["nf4", "nested"])
+def test_weights_that_bitsandbytes_packs_for_a_cpus_kernel_are_moved_as_they_are(kind: str) -> None:
+    """On a CPU with AVX512_BF16 the first forward pass for inference does so; a state dict undoes
+    it."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+
+    def story(model: Any, phase: Callable[[], AbstractContextManager[Any]]) -> Iterator[Any]:
+        weight = model[0].base.weight
+        with phase():
+            weight.data, _ = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+            yield bytes_of({"weight": weight, "absmax": weight.quant_state.absmax})
+        with phase():
+            yield bytes_of({"weight": weight, "absmax": weight.quant_state.absmax})
+        yield bytes_of(model.state_dict())
+        with phase():
+            yield bytes_of({"weight": weight, "absmax": weight.quant_state.absmax})
+
+    torch.manual_seed(0)
+    model = bitsandbytes_model(kind)
+    wanted = list(story(copy.deepcopy(model), nullcontext))
+    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    assert list(story(model, lambda: manager.phase("log_prob"))) == wanted
+    assert_nothing_resident(manager, allow_foreign=kind == "nested")
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) -> None:
     model = nn.Sequential(bitsandbytes_layer(kind))
@@ -288,6 +316,28 @@ def test_quantised_optimizer_state_is_sized_saved_and_guarded(name: str) -> None
     manager.close()
     assert bytes_of(made.optimizer.state_dict()) == wanted
     assert "load_state_dict" not in vars(made.optimizer)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AdEMAMix", "Adagrad", "Adam", "AdamW", "LAMB", "LARS", "Lion", "RMSprop", "SGD"],
+)
+def test_the_tables_of_8_bit_optimizers_move_before_the_first_step_too(name: str) -> None:
+    options = {"momentum": 0.9} if name in ("LARS", "SGD") else {}
+    make = functools.partial(quantised, "bitsandbytes", f"{name}8bit", lr=1e-3, **options)
+    made, plain = learner(make), learner(make)
+    plain.model.load_state_dict(made.model.state_dict())
+    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    made.register(manager)
+    for number in range(2):
+        assert_nothing_resident(manager)
+        with manager.phase("train"):
+            made.learn(number)
+        plain.learn(number)
+    assert_nothing_resident(manager)
+    wanted = bytes_of(plain.optimizer.state_dict())
+    assert bytes_of(made.optimizer.state_dict()) == wanted
+    assert any(name.endswith("qmap1") for name in wanted)
 
 
 def test_paged_optimizers_are_refused() -> None:

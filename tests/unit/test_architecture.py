@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from bench.code_paths import ROOT, cycles, imports, modules
+from tools.imports import ROOT, cycles, imports, modules
 
 ROOMS = (
     "core",
@@ -86,3 +86,9 @@ def test_the_search_for_cycles_finds_one(tmp_path: Path) -> None:
     known["placement.core.states"] = changed
     assert "placement.core.settings" in set(imports(changed, known))
     assert ["placement.core.settings", "placement.core.states"] in cycles(known)
+
+
+def test_an_import_by_a_literal_name_is_an_import(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text('import importlib\nimportlib.import_module("placement.core.settings")\n')
+    assert list(imports(path, modules())) == ["placement.core.settings"]

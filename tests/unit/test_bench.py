@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import sys
 import tempfile
 import unittest.mock
@@ -17,9 +18,19 @@ from typing import Any
 import pytest
 
 from bench import _peers, _results, report, run
+from bench._process import measure_apart
 from bench._results import Results
+from bench._rig import Rig
 
-SLOW = ("forecast", "foresight", "replicated", "rollout_only", "small_tensors", "weights")
+SLOW = (
+    "first_load",
+    "forecast",
+    "foresight",
+    "replicated",
+    "rollout_only",
+    "small_tensors",
+    "weights",
+)
 PEERS = {
     "accelerate",
     "deepspeed",
@@ -82,6 +93,22 @@ def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
     both, last, first = "placement", "placement, ref_log_prob last", "placement, ref_log_prob first"
     assert found[last, peak] == found[first, peak] < found[both, peak]
     assert found[first, moved] == found[both, moved] < found[last, moved]
+
+
+def _ends_its_process(rows: int, rig: Rig, results: Results) -> None:
+    for _ in range(rows):
+        results.add("a scenario", "a system", "a metric", 1, "s")
+        results.write()
+    os._exit(1)
+
+
+def test_what_a_process_has_measured_counts_whatever_its_end(tmp_path: Path) -> None:
+    rig, results = Rig("simulated", "tiny"), Results("weights", "simulated", "tiny", tmp_path)
+    results.add("a scenario", "placement", "a metric", 2, "s")
+    measure_apart(rig, results, functools.partial(_ends_its_process, 1))
+    assert [row.value for row in results.rows] == [2, 1]
+    with pytest.raises(RuntimeError, match="measured nothing; exit status 1"):
+        measure_apart(rig, results, functools.partial(_ends_its_process, 0))
 
 
 def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> None:

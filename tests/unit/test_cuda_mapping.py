@@ -34,11 +34,11 @@ class UnwatchedPoison:
     """Poison without the GPU that compares it."""
 
     def __init__(
-        self, driver: Driver, full: Chunk, tail: Chunk, view: Addresses, answer: None
+        self, driver: Driver, large: Chunk, small: Chunk, view: Addresses, answer: None
     ) -> None:
         driver.api.fill_with_poison(view)
-        self.chunks = SimpleNamespace(full=full, tail=tail)
-        self.nbytes = full.nbytes + tail.nbytes
+        self.chunks = SimpleNamespace(large=large, small=small)
+        self.nbytes = large.nbytes + small.nbytes
         self._view = view
 
 
@@ -49,12 +49,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     for name, value in {
         "init": None,
         "synchronize": None,
-        "Stream": None,
         "device_count": 1,
         "can_device_access_peer": True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
     monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
+    monkeypatch.setattr(cuda, "kernel_of", lambda device: None)
+    monkeypatch.setattr(cuda, "own_stream", lambda index, purpose: None)
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
     monkeypatch.setattr(
         CudaDevice, "_words", lambda self, nbytes: SimpleNamespace(host=torch.empty(0), device=None)
@@ -179,6 +180,30 @@ def test_a_short_chunk_before_poison_and_growth_of_a_range(
     device.release(full, full)
     device.release(full)
     assert driver.errors == 0
+
+
+def test_a_small_piece_of_poison_is_mapped_several_times_behind_a_chunk(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_POISON_BYTES", 3 * STEP)
+    device = CudaDevice(0, chunk_bytes=SIZE)
+    addresses, full, short = device.reserve(2 * SIZE), device.create(SIZE), device.create(STEP)
+    device.unmap(addresses, 2 * SIZE)
+    pieces = [(3 * STEP, POISON), (STEP, POISON)]
+    assert driver.behind(addresses) == pieces * 2
+    device.map(addresses, [full, short])
+    device.unmap(addresses, SIZE)
+    assert driver.behind(addresses) == [*pieces, (STEP, short.handle), (3 * STEP, POISON)]  # type: ignore[attr-defined]
+    device.unmap(addresses, 2 * SIZE)
+    assert driver.behind(addresses) == pieces * 2
+    assert device._poisoned().nbytes == 4 * STEP
+    assert driver.errors == 0
+
+
+def test_the_poison_of_a_device_takes_66_mib(driver: FakeDriver) -> None:
+    device = CudaDevice(0)
+    device.create(STEP)
+    assert device._poisoned().nbytes == 66 << 20
 
 
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])

@@ -59,6 +59,8 @@ calls = {
     "cuMemHostUnregister": ((step,), 0),
     "cuMemHostGetFlags": ((step,), 1),
     "cuThreadExchangeStreamCaptureMode": ((relaxed,), 1),
+    "cuStreamCreate": ((api.CUstream_flags.CU_STREAM_NON_BLOCKING,), 1),
+    "cuModuleLoadData": ((b"machine code",), 1),
     "cuGetErrorName": ((api.CUresult.CUDA_ERROR_OUT_OF_MEMORY,), 1),
     "cuGetErrorString": ((api.CUresult.CUDA_ERROR_OUT_OF_MEMORY,), 1),
 }

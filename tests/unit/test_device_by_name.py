@@ -93,6 +93,33 @@ def test_the_capacity_of_a_simulated_device_as_text() -> None:
             SimulatedDevice(capacity_bytes=wrong)  # type: ignore[arg-type]
 
 
+def test_auto_is_the_device_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:3MiB")
+    for manager in (
+        placement.Manager(),
+        placement.Manager(device="auto"),
+        placement.Manager.from_settings({"policy": "resident"}),
+        placement.Manager.from_settings(),
+    ):
+        assert manager.device.capacity_bytes == 3 << 20
+    assert placement.Manager(device="simulated:1MiB").device.capacity_bytes == 1 << 20
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("", "auto"):
+        monkeypatch.setenv("PLACEMENT_DEVICE", name)
+        with pytest.raises(placement.PlacementError, match=NO_GPU):
+            placement.Manager()
+
+
+def test_a_wrong_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "gpu")
+    for make in (placement.Manager, placement.Manager.from_settings):
+        with pytest.raises(ValueError, match="device 'gpu' is not known") as raised:
+            make()
+        assert raised.value.__notes__ == [
+            "placement: set in the environment: PLACEMENT_DEVICE='gpu'"
+        ]
+
+
 NO_DEVICE = r'is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a placement Device'
 NO_GPU = r'no CUDA device.*device="simulated:1GiB" .*PLACEMENT_DEVICE=.*SimulatedDevice\('
 

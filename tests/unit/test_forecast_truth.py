@@ -197,8 +197,7 @@ def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> Measur
         phase=phase,
         handle_bytes={handle.name: handle.resident_bytes for handle in after.handles},
         host_bytes=sum(handle.host_bytes for handle in after.handles),
-        stall_seconds=sum(after.phase_stall_seconds.values())
-        - sum(before.phase_stall_seconds.values()),
+        stall_seconds=after.phase_stall_seconds[phase] - before.phase_stall_seconds.get(phase, 0.0),
         moved=tuple(one - other for one, other in zip(now, then, strict=True)),
         disk_bytes=sum(handle.disk_bytes for handle in end.handles),
     )
@@ -343,6 +342,17 @@ def test_a_forecast_is_what_the_manager_measures(
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
                     phase.phase
                 )
+
+
+def test_the_rows_of_a_forecast_that_stall_are_those_of_the_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going back to `idle` is a row of its own, and a phase to which nothing moves has none."""
+    case = Case(cycle=("rollout", "ref_log_prob", "checkpoint", "train"))
+    told = {each.phase for each in forecast(case, tmp_path).phases if each.stall_seconds}
+    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    assert told == {each.phase for each in measured if each.stall_seconds}
+    assert told == {"rollout", "ref_log_prob", "train", "idle"}
 
 
 @pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])

@@ -6,14 +6,18 @@ import gc
 import unittest.mock
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import placement
 from placement import IntegrityError, State
 from placement.devices import base
-from tests.support.worker import assert_same, make_manager
+from placement.storage import layout, scan
+from placement.testing import SimulatedDevice
+from tests.support.worker import CAPACITY, assert_same, make_manager
 
 CAN_SWAP = base.can_swap()
 
@@ -293,3 +297,26 @@ def test_a_model_that_the_class_of_its_attribute_knows_is_collected_after_close(
     alive = run()
     gc.collect()
     assert alive() is None
+
+
+def test_memory_goes_back_while_a_model_is_handed_back_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real device has no room for the values twice, in the ranges and in torch's own memory."""
+    device = SimulatedDevice(CAPACITY, chunk_bytes=4096)
+    manager, model = placement.Manager(device=device), net()
+    expected = values(model)
+    manager.register("actor", model, role="actor")
+    held_bytes: list[int] = []
+    move_out = layout.move_out
+
+    def noted(*arguments: Any) -> None:
+        move_out(*arguments)
+        held_bytes.append(device.memory().chunk_bytes)
+
+    monkeypatch.setattr(scan, "move_out", noted)
+    monkeypatch.setattr(scan, "_LEAVING_TOGETHER_BYTES", 1)
+    manager.unregister("actor", on_device=True)
+    assert held_bytes[-1] < held_bytes[0]
+    assert device.memory().chunk_bytes == 0
+    assert_same(values(model), expected)

@@ -47,6 +47,62 @@ def test_only_takes_names_handles_and_any_iterable_but_no_string(worker: Worker)
         worker.manager.phase("train", only=[3])  # type: ignore[list-item]
 
 
+def test_a_switch_to_the_open_phase_moves_nothing(worker: Worker) -> None:
+    """It begins each step of a loop in one open phase, the first one included."""
+    with worker.manager.phase("log_prob") as phase:
+        entries = list(worker.manager.journal)
+        phase.switch("log_prob")
+        assert list(worker.manager.journal) == entries
+        assert worker.on_device() == {"actor", "ref"}
+
+
+def test_a_phase_transition_counts_for_the_phase_that_it_goes_to() -> None:
+    """Its stall, its time and its journal entries; also if it fails, and for a phase that was
+    garbage-collected."""
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    manager = worker.manager
+    taken, num_entries = manager.snapshot(), 0
+
+    def counted() -> set[str]:
+        """The phases that stalls count for since the last call. Journal entries are theirs, too."""
+        nonlocal taken, num_entries
+        before, taken = taken, manager.snapshot()
+        figures = taken.since(before)
+        stalled = {
+            name.removeprefix("placement/stall_seconds/")
+            for name in figures
+            if name.startswith("placement/stall_seconds/")
+        }
+        assert all(f"placement/phase_seconds/{phase}" in figures for phase in stalled)
+        entries = list(manager.journal)[num_entries:]
+        num_entries += len(entries)
+        assert {entry.phase for entry in entries} <= stalled
+        return stalled
+
+    with manager.phase("train", only=["critic"]) as phase:
+        assert counted() == {"train"}
+        with manager.phase("ref_log_prob"):
+            assert counted() == {"ref_log_prob"}
+        assert counted() == {"train"}
+        assert manager.journal.phase_spans()[-1].only == ("critic",)
+        phase.switch("values")
+        assert counted() == {"values"}
+        device.fail("copy")
+        with pytest.raises(RuntimeError, match="injected fault"):
+            phase.switch("log_prob")
+        assert counted() == {"log_prob"}
+        phase.done_with("critic")
+        assert counted() == {"values"}
+    assert counted() == {"idle"}
+    context = manager.phase("log_prob")
+    context.__enter__()
+    assert counted() == {"log_prob"}
+    del context
+    gc.collect()
+    assert counted() == {"idle"}
+
+
 def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         loaded = worker.actor.counters.loaded_bytes

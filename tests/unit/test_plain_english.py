@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import placement.policies
-from bench.code_paths import ROOT
+from tools.imports import ROOT
 
 POLICIES = Path(placement.policies.__file__).resolve().parent
 """In a checkout a folder of its own, in an installed package one inside."""

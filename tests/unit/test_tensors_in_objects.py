@@ -403,3 +403,135 @@ def test_optimizer_state_born_in_inference_mode_moves() -> None:
         adam.zero_grad()
     assert_nothing_resident(manager)
     assert bool((handle.state_dict()["state"][0]["average"] == 3).all())
+
+
+# --- tensors in attributes of parameters and buffers: gradients in float32, momenta
+
+
+HUNG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda p: torch.ones(p.shape),
+    "parameter": lambda p: nn.Parameter(torch.ones(p.shape)),
+    "list": lambda p: [torch.ones(p.shape), 3],
+    "dict": lambda p: {"exp_avg": torch.ones(p.shape), "step": 3},
+    "object": lambda p: Held(first=Held(second=[torch.ones(p.shape)])),
+    "alias": lambda p: p.detach(),
+}
+
+
+def _hung(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for p in module.parameters() for tensor in _tensors(getattr(p, "hung", None))]
+
+
+@pytest.mark.parametrize("when", ["before", "in a phase", "replaced"])
+@pytest.mark.parametrize("form", HUNG)
+def test_what_hangs_on_parameters_leaves_with_them(form: str, when: str) -> None:
+    model, twin, manager = net(), net(), make_manager()
+    twin.load_state_dict(model.state_dict())
+
+    def hang(module: nn.Module) -> None:
+        for p in module.parameters():
+            p.hung = HUNG[form](p)  # type: ignore[attr-defined]
+            p.is_tuned = True  # type: ignore[attr-defined]
+
+    sgd, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    if when != "in a phase":
+        hang(model)
+    hang(twin)
+    actor = manager.register("actor", model, role="actor")
+    manager.register("sgd", sgd)
+    for step in range(3):
+        with manager.phase("train"):
+            if step == 1 and when != "before":
+                hang(model)
+            learn(model, sgd, step)
+        learn(twin, other, step)
+        assert all(map(in_a_range, _hung(model)))
+        assert_nothing_resident(manager)
+    with manager.phase("log_prob"):
+        assert_same(_hung(model), _hung(twin))
+    assert_same(dict(actor.state_dict()), dict(twin.state_dict()))
+    manager.close()
+    assert_same(_hung(model), _hung(twin))
+    assert not any(map(in_a_range, _hung(model)))
+
+
+def test_what_hangs_on_a_buffer_leaves_with_it() -> None:
+    model, manager = nn.BatchNorm1d(4), make_manager()
+    model.running_mean.before = torch.ones(300)  # type: ignore[union-attr]
+    manager.register("actor", model, role="actor")
+    assert in_a_range(model.running_mean.before)  # type: ignore[union-attr]
+    assert_nothing_resident(manager)
+    manager.close()
+    assert_same([model.running_mean.before], [torch.ones(300)])  # type: ignore[union-attr]
+
+
+def test_gradients_that_are_summed_on_parameters_are_stepped_as_without_placement() -> None:
+    """By hooks, as fused kernels do outside Megatron's own buffers."""
+
+    def story(model: nn.Module, phase: Callable[[], Any]) -> None:
+        def add(p: Any) -> None:
+            p.main_grad = p.grad.float() + getattr(p, "main_grad", 0)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(add)
+        for _ in range(2):
+            with phase():
+                model(batch(0)).square().mean().backward()
+            with phase():
+                model(batch(1)).square().mean().backward()
+                for p in model.parameters():
+                    p.data.sub_(p.main_grad, alpha=0.1)  # type: ignore[attr-defined]
+                    p.main_grad.zero_()  # type: ignore[attr-defined]
+
+    model, twin, manager = net(), net(), make_manager()
+    twin.load_state_dict(model.state_dict())
+    actor = manager.register("actor", model, role="actor")
+    manager.register("sgd", torch.optim.SGD(model.parameters(), lr=0.1))
+    story(model, lambda: manager.phase("train"))
+    story(twin, contextlib.nullcontext)
+    assert_same(dict(actor.state_dict()), dict(twin.state_dict()))
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+@pytest.mark.parametrize("is_born", [True, False])
+def test_state_that_an_optimizer_keeps_on_its_parameters_too_is_the_modules(is_born: bool) -> None:
+    class Momentum(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if "m" not in self.state[p]:
+                    self.state[p]["m"] = p.m = torch.zeros_like(p)
+                p.m.add_(p.grad)
+                p.data.sub_(p.m, alpha=0.1)
+
+    model, twin, manager = net(), net(), make_manager()
+    twin.load_state_dict(model.state_dict())
+    momentum, other = (Momentum(each.parameters(), lr=0.1) for each in (model, twin))
+    if is_born:
+        learn(model, momentum, 9)
+        learn(twin, other, 9)
+    actor = manager.register("actor", model, role="actor")
+    handle = manager.register("momentum", momentum)
+    for step in range(3):
+        with manager.phase("train"):
+            learn(model, momentum, step)
+        learn(twin, other, step)
+        assert_nothing_resident(manager)
+    assert_same(dict(actor.state_dict()), dict(twin.state_dict()))
+    assert_same(handle.state_dict()["state"], other.state_dict()["state"])
+    manager.close()
+    assert all(p.m is momentum.state[p]["m"] for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_a_tensor_of_another_handle_that_hangs_on_a_parameter_stays_its_own() -> None:
+    model, teacher, manager = net(), net(), make_manager()
+    manager.register("teacher", teacher, role="teacher")
+    for p, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
+        p.theirs = theirs  # type: ignore[attr-defined]
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        assert actor.resident_bytes > 0
+        assert manager.handles["teacher"].resident_bytes == 0
+    assert_nothing_resident(manager)
+    manager.close()

@@ -18,8 +18,10 @@ from placement.devices.base import Adopter, Device, check_span, round_up
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
+from placement.devices.cuda.fingerprint_kernel import kernel_of
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
+from placement.devices.cuda.streams import own_stream
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Pin, Slab, wait_until_ready
 from placement.devices.inspection import placing
@@ -37,6 +39,9 @@ from placement.devices.memory import (
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate
 (H200), so large chunks are better."""
+# The large piece of poison. It stays on the device as long as anything is registered, and is mapped
+# several times behind each chunk's addresses.
+_POISON_BYTES = 64 << 20
 _WIPED_TOGETHER = 16  # the most chunks to wipe with one call of each function of the driver
 # the chunk size where device memory is short: a swap needs room for two chunks
 TIGHT_CHUNK_BYTES = 128 << 20
@@ -81,13 +86,12 @@ class CudaDevice(Device):
         # about: another thread that frees a tensor at the same moment is counted, too
         self.ipc_collected_bytes = 0
         self._place = placing(self.name, self.pci_address)
-        self._streams: dict[Direction, Any] = {
-            each: torch.cuda.Stream(self.torch_device) for each in get_args(Direction)
+        self._streams: dict[Direction, torch.cuda.Stream] = {
+            direction: own_stream(index, direction) for direction in get_args(Direction)
         }
-        # the addresses and the stream of `wipe`
-        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
         # for work that follows copies, chunk by chunk, beside later copies
-        self._following = torch.cuda.Stream(self.torch_device)
+        self._following = own_stream(index, "following")
+        self._wiping: _Addresses | None = None  # the addresses of `wipe`
 
     def _rounded(self, nbytes: int) -> int:
         return round_up(nbytes, self.granularity)
@@ -129,14 +133,14 @@ class CudaDevice(Device):
 
     def reserve(self, nbytes: int) -> Addresses:
         self._poisoned()
-        return self._reserve(nbytes)
+        return self._reserve(nbytes, self.chunk_bytes)
 
-    def _reserve(self, nbytes: int) -> _Addresses:
+    def _reserve(self, nbytes: int, slot_bytes: int) -> _Addresses:
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
-        reserved = round_up(nbytes, self.chunk_bytes)  # whole slots: see `mapping`
+        reserved = round_up(nbytes, slot_bytes)  # whole slots: see `mapping`
         base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
-        addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
+        addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, slot_bytes))
         self._ranges.add(
             addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent)
         )
@@ -206,19 +210,17 @@ class CudaDevice(Device):
             full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)
         ]
         if self._wiping is None:
-            self._wiping = (
-                self._reserve(_WIPED_TOGETHER * self.chunk_bytes),
-                torch.cuda.Stream(self.torch_device),
-            )
-        addresses, stream = self._wiping
-        extent, handle = addresses.extent, self._driver.api.CUstream(stream.cuda_stream)
+            self._wiping = self._reserve(_WIPED_TOGETHER * self.chunk_bytes, self.chunk_bytes)
+        addresses, extent = self._wiping, self._wiping.extent
+        wiping = own_stream(self.torch_device.index, "wiping")
+        handle = self._driver.api.CUstream(wiping.cuda_stream)
         with self._driver:
             for run in (*together, *([chunk] for chunk in new if chunk.nbytes != self.chunk_bytes)):
                 nbytes = sum(chunk.nbytes for chunk in run)
                 try:
                     extent.apply(extent.plan(0, nbytes, run, None))
                     self._driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
-                    stream.synchronize()
+                    wiping.synchronize()
                 finally:
                     extent.end()
 
@@ -337,14 +339,15 @@ class CudaDevice(Device):
 
     def _poisoned(self) -> Poison:
         if self._poison is None:
-            full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
-            addresses = self._reserve(full.nbytes + tail.nbytes)
-            addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
+            large = self._create(min(self.chunk_bytes, _POISON_BYTES))
+            small = self._create(self.granularity)
+            addresses = self._reserve(large.nbytes + small.nbytes, large.nbytes)
+            addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (large, small), None))
             try:
                 self._poison = Poison(
                     self._driver,
-                    full,
-                    tail,
+                    large,
+                    small,
                     self.view(addresses, 0, addresses.nbytes),
                     self._words(16),
                 )
@@ -354,6 +357,7 @@ class CudaDevice(Device):
                 ) from exc
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
                 self._answers = Answers(self._words(NUM_BYTES), torch.int64)
+            kernel_of(self.torch_device)  # compiled here, or the first load would wait for it
         return self._poison
 
     def compare_poison(self) -> None:

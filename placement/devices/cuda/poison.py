@@ -12,12 +12,13 @@ from placement.devices.base import POISON_WORD
 from placement.devices.cuda.answers import HostWords
 from placement.devices.cuda.driver import Driver
 from placement.devices.cuda.mapping import DriverChunk, PoisonChunks
+from placement.devices.cuda.streams import own_stream
 
 _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 
 class Poison:
-    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are
+    """A large chunk and a small one of the granularity, filled with `POISON_WORD` before they are
     mapped anywhere. They are compared at every phase transition, by a CUDA graph captured once: its
     replay costs a third of calling torch (H200). `view`: all bytes of both chunks, on the device.
     `answer`: two words for the result. Not torch's pinned memory, which kills a forked child that
@@ -26,16 +27,16 @@ class Poison:
     def __init__(
         self,
         driver: Driver,
-        full: DriverChunk,
-        tail: DriverChunk,
+        large: DriverChunk,
+        small: DriverChunk,
         view: torch.Tensor,
         answer: HostWords,
     ) -> None:
-        self.chunks = PoisonChunks(full, tail)
-        self.nbytes = full.nbytes + tail.nbytes
+        self.chunks = PoisonChunks(large, small)
+        self.nbytes = large.nbytes + small.nbytes
         self._words = view.view(torch.int64)
         self._device = view.device
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = own_stream(self._device.index, "poison")
         self._answer = answer
         with torch.cuda.stream(self._stream):
             self._words.fill_(_WORD)

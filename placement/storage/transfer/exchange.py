@@ -27,7 +27,7 @@ from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
-from placement.storage.range import Range, differing
+from placement.storage.range import Range
 from placement.storage.transfer.verification import Verifier
 
 # the number of chunks that a swap may create before the first one is given up. Two use 97 to 99 %
@@ -74,7 +74,7 @@ class Comparison:
         )
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
-        self._device, self._holding, self._range = device, holding, r
+        self._device, self._range = device, r
         self._num_compared = 0
         self._asked: Callable[[], torch.Tensor] | None = None
         # Ranks that write together compare all fingerprints before anything is written.
@@ -99,7 +99,7 @@ class Comparison:
         first, found = self._num_compared, self.ask()()
         self._num_compared, self._asked = (last := first + len(found)), None
         self.device_prints[first:last] = found
-        return range(first, last), differing(
+        return range(first, last), self._range.differing(
             None if self.host_prints is None else self.host_prints[first:last], found, first
         )
 
@@ -359,13 +359,8 @@ class Exchange:
             holding.end_calls(self.began_seconds)
         if leaving:
             self.device.sync()
-        for holding in coming:
-            # weights without a host copy, which are the cast of it, may need one now
-            holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
-        for holding, asked in [(each, each.nan_check.ask()) for each in leaving]:
-            holding.nan_check.put_right(asked)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)

@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 
 import torch
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import IntegrityError, listed
 from placement.core.settings import Verify
 from placement.storage.disk import NO_OTHER_COPY, chunk_words
+from placement.storage.fingerprints import differing, fingerprints
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.nan_check import listed
-from placement.storage.range import Range, differing, fingerprints
+from placement.storage.range import Range
 
 
 class Verifier:
@@ -34,7 +34,7 @@ class Verifier:
 
     def choose(self, ranges: Iterable[Range]) -> dict[Range, range]:
         """The chunks of these ranges to compare in one move."""
-        whole = {r: range(len(r.chunk_sizes)) for r in ranges if not r.can_be_cast}
+        whole = {r: range(len(r.chunk_sizes)) for r in ranges}
         if self._mode == "always" or not whole:
             return whole
         r, index = self._random.choice(
@@ -57,7 +57,7 @@ class Verifier:
         """Check that the host has the same bytes as the device, before the memory of an offload's
         chunks is given up. `chunks`: those that have arrived.
         `wanted`: the fingerprints that the host copy of the range must have."""
-        if bad := differing(
+        if bad := r.differing(
             wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start
         ):
             # Have the chunks written again: now if the object is readonly and no offload would do
@@ -110,7 +110,7 @@ class Verifier:
                 if r.pages.prints is None or r.is_shown
                 else r.pages.prints[first:last].cpu()
             )
-            bad = differing(wanted, r.fingerprint(first, last).cpu(), first)
+            bad = r.differing(wanted, r.fingerprint(first, last).cpu(), first)
             if not bad:
                 continue
             spoilt = [

@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from bench.code_paths import ROOT
 from placement import PlacementError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.integrations import verl as integration
@@ -27,6 +26,7 @@ from tests.integrations.verl import worker
 from tests.integrations.verl.subject import logged
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
+from tools.imports import ROOT
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""PEFT: adapters, which it changes together with numbers and lists that Python code keeps about
+them (scalings, what is merged). While the tensors are offloaded, such a change is refused as a
+whole: a write into poison would be undone later, and the numbers would not."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from placement.frameworks.base import Framework, Named, Reading
+
+_LAYER = Named("peft.tuners.tuners_utils", "BaseTunerLayer")
+_TUNER = Named("peft.tuners.tuners_utils", "BaseTuner")
+_MODELS = (Named("peft.peft_model", "PeftModel"), Named("peft.mixed_model", "PeftMixedModel"))
+
+_MERGED = "merged with its adapters"
+_COMPUTED = "given an adapter that is computed from its weights"
+_WRITTEN = "given the weights of an adapter"
+_SAVED = "saved by PEFT, which reads tensors past the state dict"
+_PROMPTED = "asked for its prompt"
+
+_FUNCTIONS = (
+    (Named("peft.utils.hotswap", "hotswap_adapter_from_state_dict"), _WRITTEN),
+    (Named("peft.utils.hotswap", "prepare_model_for_compiled_hotswap"), "padded"),
+    (Named("peft.utils.loftq_utils", "replace_lora_weights_loftq"), _COMPUTED),
+    (Named("peft.tuners.lora.eva", "initialize_lora_eva_weights"), _COMPUTED),
+    (Named("peft.tuners.lora.intruders", "reduce_intruder_dimension"), _COMPUTED),
+)
+"""Functions that change adapters. Each looks at all modules of the model before it does."""
+
+_COMPUTED_TYPES = frozenset(
+    {"ADAMSS", "DEFT", "DELORA", "FROD", "LN_TUNING", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA"}
+    | {"TRAINABLE_TOKENS"}
+)
+_COMPUTED_INITS = ("pissa", "corda", "mica", "loftq", "lora_ga", "olora")
+"""Types of adapters, and beginnings of values of `init_lora_weights`, that read weights."""
+
+
+class PEFT(Framework):
+    """PEFT's models, tuners and layers, also those that were put into a model without its own."""
+
+    packages = ("peft",)
+
+    @classmethod
+    def reading_methods(cls, obj: object) -> Mapping[str, Reading]:
+        if _LAYER.is_of(obj):
+            return {
+                **dict.fromkeys(("merge", "unmerge"), _MERGED),
+                "get_delta_weight": _COMPUTED,
+                "named_modules": _what_looks_at_all,
+            }
+        if _TUNER.is_of(obj):
+            return {
+                **dict.fromkeys(("merge_adapter", "unmerge_adapter", "merge_and_unload"), _MERGED),
+                "set_adapter": _what_unmerges,
+                "inject_adapter": _what_injects,
+                "add_weighted_adapter": _COMPUTED,
+                **dict.fromkeys(
+                    ("update_and_allocate", "resize_modules_by_rank_pattern"), "pruned"
+                ),
+            }
+        if any(named.is_of(obj) for named in _MODELS):
+            return {
+                "load_adapter": _WRITTEN,
+                "save_pretrained": _what_saves,
+                **dict.fromkeys(("get_prompt", "get_prompt_embedding_to_save"), _PROMPTED),
+                "named_modules": _what_looks_at_all,
+            }
+        return {}
+
+
+def _code_of(function: Named) -> Any:
+    return getattr(getattr(sys.modules.get(function.module), function.name, None), "__code__", None)
+
+
+def _what_looks_at_all(model: Any, *_: Any) -> str | None:
+    """The change that is under way where the modules are asked for, if one is."""
+    running = {frame.f_code for frame, _ in traceback.walk_stack(None)}
+    for named, what in _FUNCTIONS:
+        if _code_of(named) in running:
+            return what
+    saves = Named("peft.utils.save_and_load", "get_peft_model_state_dict")
+    return _what_saves(model) if _code_of(saves) in running else None
+
+
+def _what_saves(model: Any, *_: Any) -> str | None:
+    """Prompts' embeddings and SHiRA's indices are in no state dict."""
+    configs = getattr(model, "peft_config", {}).values()
+    reads_past = any(config.is_prompt_learning or config.peft_type == "SHIRA" for config in configs)
+    return _SAVED if reads_past else None
+
+
+def _what_unmerges(tuner: Any, *_: Any) -> str | None:
+    """Merged layers are unmerged before other adapters become active."""
+    is_merged = any(part.merged for part in tuner.modules() if _LAYER.is_of(part))
+    return _MERGED if is_merged else None
+
+
+def _what_injects(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    config = tuner.peft_config[kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]]
+    if getattr(config, "modules_to_save", None):
+        return "copied or pickled, as modules_to_save does"
+    reads_weights = (
+        config.peft_type in _COMPUTED_TYPES
+        or str(getattr(config, "init_lora_weights", "")).startswith(_COMPUTED_INITS)
+        or getattr(config, "use_dora", False)
+        or getattr(config, "trainable_token_indices", None) is not None
+    )
+    return _COMPUTED if reads_weights else None

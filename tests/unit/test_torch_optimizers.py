@@ -1,0 +1,109 @@
+"""Every optimizer of torch's own database, with every set of options, steps under placement as
+without, also from values that diverge: bit for bit, NaN included."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import types
+import unittest
+from typing import Any
+
+import pytest
+import torch
+
+from placement.policies import Colocated
+from placement.testing import assert_nothing_resident
+from tests.support.worker import assert_same, make_manager
+
+CONVERGES = (1.0, 1.0, 1.0)
+DIVERGES = (1e30, float("inf"), float("nan"), 1.0)
+"""A factor of the gradients for each step."""
+
+Database = list[tuple[Any, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def database() -> Database:
+    """The entry of each optimizer with each of its sets of options."""
+    # The database's module imports a package that compares printed text, and does not use it.
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in: Any = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase
+        patch.setitem(sys.modules, "expecttest", stand_in)
+        from torch.testing._internal import common_optimizers as common
+    return [
+        (info, each.kwargs)
+        for info in common.optim_db
+        for each in common._get_optim_inputs_including_global_cliquey_kwargs(
+            "cpu", torch.float32, info, skip=("differentiable",)
+        )
+    ]
+
+
+def outcome(
+    info: Any, options: dict[str, Any], factors: tuple[float, ...], policy: Any = None
+) -> Any:
+    """Weights, gradients and state after a few steps. Gradients outlive a phase."""
+    numbers = torch.Generator().manual_seed(0)
+    model = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.randn(size, generator=numbers)) for size in ((6, 8), (3, 3))
+    )
+    optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(options))
+    manager = None if policy is None else make_manager(policy=policy)
+    if manager is not None:
+        manager.register("actor", model, role="actor")
+        manager.register("actor.optimizer", optimizer)
+
+    def phase() -> Any:
+        return contextlib.nullcontext() if manager is None else manager.phase("train")
+
+    for factor in factors:
+
+        def backward(factor: float = factor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([((each - 0.5).square() * factor).sum() for each in model]).sum()
+            loss.backward()
+            if info.only_supports_sparse_grads:
+                for each in model:
+                    assert each.grad is not None
+                    each.grad = each.grad.to_sparse()
+            return loss.detach()
+
+        with phase():
+            backward()
+            optimizer.step(*([backward] if info.step_requires_closure else ()))
+    with phase():
+        gradients = [each.grad for each in model if each.grad is not None]
+        found = copy.deepcopy(
+            (
+                [each.detach() for each in model],
+                [each.to_dense() if each.is_sparse else each for each in gradients],
+                optimizer.state_dict(),
+            )
+        )
+    if manager is not None:
+        assert manager.audit().ok
+        assert_nothing_resident(manager)
+        manager.close()
+    return found
+
+
+@pytest.mark.parametrize("factors", [CONVERGES, DIVERGES], ids=["converges", "diverges"])
+def test_every_optimizer_with_every_set_of_options(
+    database: Database, factors: tuple[float, ...]
+) -> None:
+    for info, options in database:
+        wanted = outcome(info, options, factors)
+        assert_same(outcome(info, options, factors, Colocated()), wanted)
+
+
+def test_steps_that_stream_their_state_diverge_alike(database: Database) -> None:
+    num_streamed = 0
+    for info, options in database:
+        if info.optim_cls.__name__ in ("Adam", "AdamW", "Adagrad", "RMSprop", "SGD"):
+            wanted = outcome(info, options, DIVERGES)
+            assert_same(outcome(info, options, DIVERGES, Colocated("streamed")), wanted)
+            num_streamed += 1
+    assert num_streamed
