@@ -16,7 +16,7 @@ import torch
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
-from placement.storage.range import differing, fingerprints
+from placement.storage.fingerprints import differing, fingerprints
 
 PIECE_BYTES = 32 << 20
 """The bytes of a fingerprint. Where its kernel does not run, one takes device memory of three times
