@@ -116,8 +116,6 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         torch.cuda.empty_cache()
         asleep = [data for data in _all_data() if data.is_asleep]
         coming = [data for data in asleep if _is_woken(data.tag, tags)]
-        # Those without bytes last: they are mapped while the others' bytes are copied.
-        coming.sort(key=lambda data: data.cpu_backup_tensor is None)
         is_last = len(coming) == len(asleep)
         if is_last and self._mirror.still_spoilt(
             [_block(data) for data in _all_data() if not data.is_asleep]
@@ -126,11 +124,17 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         mapped: list[Any] = []
         try:
             for data in coming:
-                cumem.create_and_map(data.handle)
-                mapped.append(data)
                 if data.cpu_backup_tensor is not None:
+                    cumem.create_and_map(data.handle)
+                    mapped.append(data)
                     self._mirror.fetch(_block(data), data.cpu_backup_tensor)
             self._mirror.end_fetch()
+            # Not while bytes are copied: the driver clears new memory with the same engines. Beside
+            # 47 GB of new memory, 15.3 GB took 0.36 s instead of 0.29 (H200).
+            for data in coming:
+                if data.cpu_backup_tensor is None:
+                    cumem.create_and_map(data.handle)
+                    mapped.append(data)
             self._compare(mapped, is_last=is_last)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
