@@ -346,11 +346,12 @@ class Reconciler:
         try:
             if self._device.is_capturing():  # to wait would break the capture
                 return
+            self.has_unused = False  # first, because more may be dropped meanwhile
             for handle in self._handles.values():
                 if handle.holding is not None:
                     handle.holding.give_back_unused()
-            self.has_unused = False
         except Exception as error:  # what needs the device next says so
+            self.has_unused = True
             logger.warning("dropped gradients keep their memory: %s", str(error))
 
     def _trim(self) -> None:
