@@ -202,7 +202,6 @@ class Manager:
         readonly: bool = False,
         external: bool = False,
         replicated: bool | ProcessGroup = False,
-        masters: Any = None,
         replace: bool = False,
     ) -> Handle:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
@@ -236,11 +235,6 @@ class Manager:
                 process group of a `DistributedDataParallel` (torch's, or Megatron-Core's); the
                 replicate dimension of a device mesh (HSDP); else torch.distributed's default one;
                 of their ranks those of this machine.
-            masters: for a module in bfloat16 or float16: the optimizer that has float32 master
-            weights of which its weights are the cast,
-                bit for bit. Such weights have no host copy of their own while that optimizer, which
-                is registered next, has one. Found by comparing, here and at each offload; what is
-                no cast any more is copied like any other.
             replace: for set-up code that runs again. If the name is taken by this very object, its
             handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that
@@ -284,7 +278,6 @@ class Manager:
                         readonly=readonly,
                         external=external,
                         ranks=ranks,
-                        masters=masters,
                     )
                     self._stack.join(handle, agree)
             except BaseException:

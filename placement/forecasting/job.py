@@ -320,13 +320,6 @@ def _objects(
         return [made], notes
     made.keeps_gradients = given.gradients == "kept"
     optimizer = SizedOptimizer(module.trained, state_of(given.optimizer, given.optimizer_options))
-    if given.optimizer == "adamw-master" and (
-        nbytes := sum(each.nbytes for each in module.trained if each.dtype.itemsize == 2)
-    ):
-        notes.append(
-            f"{name}: masters= would save {nbytes:,} host bytes a rank; a load without its "
-            "optimizer would bring twice as many"
-        )
     return [made, Object(f"{name}.optimizer", optimizer, role)], notes
 
 

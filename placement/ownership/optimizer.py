@@ -356,31 +356,6 @@ class OptimizerAdapter(Adapter):
             **({} if own is None else {id(each): own for each in self._copies}),
         }
 
-    def masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Key in the state ("" for what is stepped in the parameter's place), 16-bit part of a
-        parameter, and a float32 tensor of as many elements, which may be its master."""
-        objects, leaves = optimizers_in(self._root())
-        models = stepped_for(objects)
-        for leaf in leaves:
-            for own in parameters_of([leaf]):
-                values = {"": own, **leaf.optimizer.state.get(own, {})}
-                for key, value in values.items():
-                    masters = plain_parts(value, "") if isinstance(value, torch.Tensor) else ()
-                    for (_, weight), (_, master) in zip(
-                        plain_parts(models.get(id(own), own), ""), masters, strict=False
-                    ):
-                        is_fit = (
-                            weight.numel() == master.numel()
-                            and weight.is_contiguous()
-                            and master.is_contiguous()
-                        )
-                        if (
-                            is_fit
-                            and weight.dtype in (torch.bfloat16, torch.float16)
-                            and master.dtype is torch.float32
-                        ):
-                            yield key, weight, master
-
     def is_stand_in(self, parameter: torch.Tensor) -> bool:
         """Whether only a wrapper without state of its own lists a parameter, and so none of the
         optimizers inside steps it."""

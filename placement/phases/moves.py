@@ -341,10 +341,8 @@ class Mover:
         """Commit the loads that waited for the group's decision, whatever it is: the other ranks do
         it, too. Returns the errors."""
         errors: list[Exception] = []
-        incomplete = [each for each in handles if not each.storage.is_complete]
-        # first the masters from which weights are cast
-        for handle in sorted(incomplete, key=lambda each: each.kind != "optimizer"):
-            if (holding := handle.holding) is not None:
+        for handle in handles:
+            if (holding := handle.holding) is not None and not holding.is_complete:
                 try:
                     holding.complete()
                     if self._verifier is not None:

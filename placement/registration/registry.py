@@ -9,7 +9,6 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
 from placement.storage.base import ExternalStorage, NotBuilt
-from placement.storage.cast import CastStorage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES
 from placement.storage.replicated import ReplicatedStorage
@@ -39,7 +37,6 @@ from placement.storage.shared import Ranks
 from placement.storage.transfer.streamed import most_buckets
 from placement.tensors.plain import plain_parts
 
-_Make = Callable[[Device, Adapter, str, bool], ManagedStorage]
 _MANY = 20_000  # new objects, for which the garbage collector would take milliseconds
 
 
@@ -98,7 +95,6 @@ class Registry:
         readonly: bool,
         external: bool,
         ranks: Ranks | None = None,
-        masters: Any = None,
     ) -> Handle:
         """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values.
         `ranks`: those that share the host copy."""
@@ -114,26 +110,11 @@ class Registry:
         handle.engines = self._engines
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
-            make: _Make = (
-                ManagedStorage if ranks is None else partial(ReplicatedStorage, ranks=ranks)
-            )
-            if masters is not None:
-                if (
-                    readonly
-                    or external
-                    or ranks is not None
-                    or not isinstance(target, torch.nn.Module)
-                ):
-                    raise RegistrationError(
-                        f"{name!r}: masters= is for a module that is trained, and not readonly, "
-                        "external or replicated"
-                    )
-                make = partial(CastStorage, masters=masters)
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
                 with _collecting_later():
-                    self._bind(handle, target, external, ranks, make)
+                    self._bind(handle, target, external, ranks)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -211,12 +192,7 @@ class Registry:
         return found
 
     def _bind(
-        self,
-        handle: Handle,
-        target: Any,
-        external: bool,
-        ranks: Ranks | None = None,
-        make: _Make = ManagedStorage,
+        self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None
     ) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None and (adapter.kind == "engine" or adapter.external is not None):
@@ -244,16 +220,17 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            handle.storage = holding = make(self._device, adapter, handle.name, handle.readonly)
+            handle.storage = holding = (
+                ManagedStorage(self._device, adapter, handle.name, handle.readonly)
+                if ranks is None
+                else ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
+            )
             holding.scanner.when_unused = self._when_unused
             with torch.no_grad():
                 self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
-                for owner in handle.owners:
-                    if isinstance(owner.storage, CastStorage):
-                        owner.storage.rest_on(holding)
                 handle.streamed = StreamedOptimizer(
                     handle, holding, adapter, self._streaming, is_predictable=is_predictable
                 )

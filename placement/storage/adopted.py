@@ -9,17 +9,15 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from placement.core import interrupts
 from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
-from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.core.states import State
 from placement.devices.base import Device, round_up
@@ -37,7 +35,7 @@ from placement.storage.scan import (
     stray_references,
     uncounted,
 )
-from placement.storage.state_dicts import are_only_read, was_handed_out
+from placement.storage.state_dicts import was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
 from placement.tensors.alive import Unadopted
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
@@ -118,8 +116,6 @@ class AdoptedStorage(Storage):
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
         self._num_entries = 0  # the adapter's, as of the last look
-        # each `CastStorage` whose weights may be left to these values, which are their masters
-        self.casts: WeakIdSet[Any] = WeakIdSet()
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -374,14 +370,6 @@ class AdoptedStorage(Storage):
     def before_shown(self) -> None:
         """Called before the host copy is shown to somebody who may write there: see
         `ReplicatedStorage`."""
-        if not are_only_read.get():
-            self.note_change()
-
-    def note_change(self, coming: Collection[object] = ()) -> None:
-        """The values may change, or are loaded together with `coming`: tell weights that are kept
-        as a cast of them."""
-        for each in self.casts:
-            each.masters_change(coming)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever
@@ -590,8 +578,6 @@ class AdoptedStorage(Storage):
         behind it."""
         if not gone:
             return
-        if not all(r.transient for r in gone):
-            self.note_change()
         self.state_dict_tensors.leave_ranges(gone)
         for r in gone:
             r.pages.discard(chunk_pool)

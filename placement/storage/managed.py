@@ -169,8 +169,6 @@ class ManagedStorage(AdoptedStorage):
         slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
-        for each in self.casts:
-            each.masters_leave(self)
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody
@@ -314,7 +312,7 @@ class ManagedStorage(AdoptedStorage):
         try:
             for r in self.ranges:
                 if r.moving_in is None:
-                    self.settle_on_device(r, chunk_pool)
+                    r.pages.settle(Side.DEVICE, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:
                 self.before_forced_offload(r)
@@ -428,8 +426,7 @@ class ManagedStorage(AdoptedStorage):
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
             r.pages.prints = device_prints
 
-    # --- what a storage does in its own way whose host copy is not its own alone: `CastStorage`,
-    # `ReplicatedStorage`. They also have an `adopt_apart` and a `before_shown` of their own
+    # --- what `ReplicatedStorage` does in its own way, beside `adopt_apart` and `before_shown`
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying chunks (ascending) that were mapped just now to the device. Returns the
@@ -463,9 +460,6 @@ class ManagedStorage(AdoptedStorage):
         memory away. Idempotent."""
         self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
-    def settle_on_device(self, r: Range, chunk_pool: ChunkPool) -> None:
-        r.pages.settle(Side.DEVICE, chunk_pool)
-
     def before_forced_offload(self, r: Range) -> None:
         """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them:
         see `ReplicatedStorage`."""
@@ -493,7 +487,6 @@ class ManagedStorage(AdoptedStorage):
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host,
         and drop the ranges. Idempotent."""
-        self.note_change()
         self.scanner.discovered = frozenset()  # these may be another's from now on
         if not self.ranges:
             return

@@ -34,10 +34,8 @@ class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The
     host copy has the same layout."""
 
-    # whether ranks share the host copy, or may share it again. It stays in host memory. True for a
-    # `CastRange`, too.
+    # whether ranks share the host copy, or may share it again. It stays in host memory.
     is_replica = False
-    can_be_cast = False  # whether an offload may leave the bytes to master weights: see `CastRange`
     _pages_class = Pages
 
     def __init__(

@@ -233,7 +233,6 @@ class ReplicatedStorage(ManagedStorage):
         super().show_host_copy()
 
     def before_shown(self) -> None:
-        super().before_shown()
         for r in () if are_only_read.get() else self._shared_ranges():
             if r.is_shared and not r.is_frozen and not self.on_device:
                 try:

@@ -435,7 +435,6 @@ class StorageScanner:
         *,
         transient: bool = False,
         in_parts: bool = False,
-        kind: type[Range] = Range,
     ) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages
         stay where they are until `move_in`. `in_parts`: more will come (bucket by bucket), so only
@@ -456,7 +455,7 @@ class StorageScanner:
         else:
             self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        fresh = kind(self._device, layout, slab, tuple(adoptees), transient)
+        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         fresh.when_unused = self.when_unused
         copies = []
         for adoptee, offset in zip(adoptees, layout.offsets, strict=True):

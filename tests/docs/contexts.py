@@ -152,23 +152,6 @@ def disk(tools: Tools) -> Iterator[Names]:
 
 
 @context
-def masters(tools: Tools) -> Iterator[Names]:
-    """A model in bfloat16, and an optimizer with its masters."""
-    model = _linear().bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        optimizer.state[parameter]["master"] = parameter.detach().float()
-    names: Names = {
-        "manager": placement.Manager(),
-        "actor_model": model,
-        "actor_optimizer": optimizer,
-    }
-    yield names
-    assert names["actor"].host_bytes == 0
-    names["manager"].close()
-
-
-@context
 def alone(tools: Tools) -> Iterator[Names]:
     """A manager without handles, and a model that generates."""
     names: Names = {

@@ -18,7 +18,6 @@ from placement import HostMemoryError, Manager, RegistrationError, checkpoint
 from placement.core.errors import GroupError, PlacementError
 from placement.registration import replication
 from placement.storage import shared as shared_copy
-from placement.storage.cast import CastRange
 from placement.testing import assert_nothing_resident
 from tests.group import part_worker
 from tests.group import trained_worker as trained
@@ -28,7 +27,6 @@ from tests.group.trained_worker import STEPS, Actor, Heard, Rank, arm
 from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import as_bytes as tensor_bytes
 from tests.sharded.training import bytes_of, device_of
-from tests.support.masters import Job
 from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 _impatience = mock.patch.object(shared_copy, "_PATIENCE_SECONDS", 0.5)
@@ -275,31 +273,6 @@ def test_a_run_that_is_resumed_shares_its_optimizer_state(generation: int, tmp_p
     assert rank.shares == [True, True]
     rank.check()
     rank.end()
-
-
-@on_ranks("ranks")
-def test_weights_that_are_the_cast_of_shared_masters(generation: int) -> None:
-    """Writing into the masters leaves the weights as they are."""
-    job = Job(group=group_of_all(generation), replicated=True)
-    places: list[bool] = []
-    cast = CastRange.cast_to_device
-
-    def cast_from(r: CastRange, indices: Any) -> None:
-        places.extend(r.optimizer.on_device for _ in indices)
-        cast(r, indices)
-
-    for seed in range(2):
-        with mock.patch.object(CastRange, "cast_to_device", cast_from):
-            job.train(seed)
-        assert places
-        assert all(places), "the masters were read on the host, although they come to the device"
-        assert job.is_cast
-        assert job.optimizer.host_bytes < 6 * job.weight_bytes / dist.get_world_size() + (1 << 14)
-    job.optimizer.state_dict()["state"][0]["master"].fill_(3.0)
-    job.plain_adam.state_dict()["state"][0]["master"].fill_(3.0)
-    job.check()
-    job.manager.close()
-    dist.barrier()
 
 
 # --- a part of the group

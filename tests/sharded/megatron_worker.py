@@ -6,8 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ class Kind:
     overlaps: bool = False
     is_precision_aware: bool = False
     gradients_in_fp32: bool = True
-    has_masters: bool = False
-    """See `Program`."""
 
     def __str__(self) -> str:
         words = [
@@ -41,7 +38,6 @@ class Kind:
         ]
         words += ["overlap"] if self.overlaps else []
         words += ["precision-aware"] if self.is_precision_aware else []
-        words += ["cast"] if self.has_masters else []
         return "-".join(words + ([] if self.gradients_in_fp32 else ["16-bit-gradients"]))
 
 
@@ -52,7 +48,6 @@ KINDS = (
     Kind(dtype=torch.float32, overlaps=True),
     Kind(is_distributed=False),
     Kind(dtype=torch.float32, is_distributed=False),
-    Kind(is_distributed=False, overlaps=True, gradients_in_fp32=False, has_masters=True),
 )
 
 
@@ -245,38 +240,11 @@ def build(kind: Kind, device: str = "cpu") -> Program:
         model,
         optimize(kind, model),
         functools.partial(loss_of, model, kind.dtype, device=device),
-        has_masters=kind.has_masters,
     )
 
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:
     return training.compare(functools.partial(build, kind), within=pretend_cuda, **options)
-
-
-def host_bytes_saved(kind: Kind, device: str = "cpu") -> tuple[int, int, int]:
-    """The host memory of the model that its masters save after steps, the bytes of the weights that
-    are trained, and what the optimizer's host memory differs by."""
-    held = []
-    for has_masters in (False, True):
-        with pretend_cuda() if device == "cpu" else nullcontext():
-            program = build(replace(kind, has_masters=has_masters), device)
-            manager = Manager(device=training.device_of(device))
-            program.register(manager)
-            for number in range(2):
-                with manager.phase("log_prob"):
-                    program.evaluate(number)
-                with manager.phase("train"):
-                    program.learn(number)
-            held.append({handle.name: handle.host_bytes for handle in manager.snapshot().handles})
-            manager.close()
-    weight_bytes = sum(
-        parameter.nbytes for parameter in program.model.parameters() if parameter.requires_grad
-    )
-    return (
-        held[0]["actor"] - held[1]["actor"],
-        weight_bytes,
-        held[0]["actor.optimizer"] - held[1]["actor.optimizer"],
-    )
 
 
 def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:

@@ -28,7 +28,6 @@ from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded
 from tests.support.ranks import Ranks, on_ranks
 from tests.support.worker import batch
-from tests.unit.test_cast import MasterAdam
 
 PROGRAMS = {
     "uneven, tied, adapters": worker.plain_fsdp2,
@@ -301,7 +300,7 @@ def test_offloaded_by_torch_in_part_is_refused() -> None:
     manager.close()
 
 
-# --- optimizers of a user's own: state in objects, and masters in the state
+# --- an optimizer of a user's own: state in objects
 
 
 @dataclass
@@ -328,33 +327,27 @@ class MeanProgram(training.Program):
                 yield f"mean.{index}", entry["mean"].value
 
 
-def own_optimizer(make: Any, dtype: torch.dtype) -> MeanProgram:
-    model = nn.Sequential(nn.Linear(8, 21), nn.Tanh(), nn.Linear(21, 3)).to(dtype)
+def averaging() -> MeanProgram:
+    model = nn.Sequential(nn.Linear(8, 21), nn.Tanh(), nn.Linear(21, 3))
     for part in (model[0], model[2], model):
         fully_shard(part)
 
     def loss(number: int) -> torch.Tensor:
-        found: torch.Tensor = model(batch(number, 8).to(dtype)).float().square().mean()
+        found: torch.Tensor = model(batch(number, 8)).square().mean()
         return found
 
     phases = (("log_prob", "evaluate"), ("train", "learn"))
-    return MeanProgram(
-        model, make(model.parameters()), loss, phases=phases, has_masters=make is MasterAdam
-    )
+    return MeanProgram(model, Averaging(model.parameters()), loss, phases=phases)
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype"), [(Averaging, torch.float32), (MasterAdam, torch.bfloat16)]
-)
-def test_steps_are_those_without_placement(two_ranks: Ranks, make: Any, dtype: torch.dtype) -> None:
-    for outcome in two_ranks.run(training.compare, functools.partial(own_optimizer, make, dtype)):
-        # Masters make the weights, of which nothing is copied to the host.
-        assert (outcome.offloaded_bytes["actor"] == 0) == (make is MasterAdam)
+def test_steps_are_those_without_placement(two_ranks: Ranks) -> None:
+    for outcome in two_ranks.run(training.compare, averaging):
+        assert outcome.offloaded_bytes["actor"]
 
 
 @on_ranks("two_ranks")
 def test_sharded_state_in_objects_cannot_be_saved(tmp_path: Path) -> None:
-    program = own_optimizer(Averaging, torch.float32)
+    program = averaging()
     manager = training.managed(program)
     with manager.phase("train"):
         program.learn(0)

@@ -4,7 +4,6 @@ pretends to be CUDA (`pretend_cuda`)."""
 from __future__ import annotations
 
 import types
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -347,18 +346,7 @@ def test_data_parallel_ranks_share_the_host_copy_of_their_weights(
         assert all(set(members) == {(0, 1)} for members in shared)
 
 
-CAST = worker.KINDS[-1]
-
-
-def test_weights_that_are_the_cast_of_masters_have_no_host_copy(two_ranks: Ranks) -> None:
-    for saved_bytes, weight_bytes, other_bytes in two_ranks.run(worker.host_bytes_saved, CAST):
-        assert saved_bytes >= weight_bytes
-        assert other_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "kind", [PRECISION_AWARE, replace(worker.KINDS[0], has_masters=True)], ids=str
-)
+@pytest.mark.parametrize("kind", [PRECISION_AWARE, worker.KINDS[0]], ids=str)
 def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
     (outcome,) = one_rank.run(worker.compare, kind)
     assert outcome.resident_bytes["actor"] > 0

@@ -65,8 +65,6 @@ class Program:
     )
     """Phase and method, in the order of a step. By default gradients of the first backward pass
     cross a phase transition."""
-    has_masters: bool = False
-    """Whether the model is registered as the cast of the optimizer's masters."""
 
     def phases_of(self, step: int) -> list[tuple[str, str]]:
         return [each for each in self.phases if each[0] != "weight_sync" or step % SYNC_EVERY == 0]
@@ -98,9 +96,7 @@ class Program:
     # --- placement
 
     def register(self, manager: Manager) -> None:
-        manager.register(
-            "actor", self.model, role="actor", masters=self.optimizer if self.has_masters else None
-        )
+        manager.register("actor", self.model, role="actor")
         manager.register("actor.optimizer", self.optimizer)
         for name, item in self.more.items():
             target, keywords = item if isinstance(item, tuple) else (item, {})

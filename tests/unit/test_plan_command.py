@@ -161,7 +161,6 @@ def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> No
         3 * handles["actor"]["host_bytes"] / 2, rel=0.01
     )
     assert found["budget_bytes"] is None
-    assert not any("masters=" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Comparison:
         )
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
-        self._device, self._holding, self._range = device, holding, r
+        self._device, self._range = device, r
         self._num_compared = 0
         self._asked: Callable[[], torch.Tensor] | None = None
         # Ranks that write together compare all fingerprints before anything is written.
@@ -359,9 +359,6 @@ class Exchange:
             holding.end_calls(self.began_seconds)
         if leaving:
             self.device.sync()
-        for holding in coming:
-            # weights without a host copy, which are the cast of it, may need one now
-            holding.note_change(coming)
         for holding in (*leaving, *coming):
             holding.begin_move(self.chunk_pool)
         for holding in coming:

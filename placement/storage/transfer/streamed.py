@@ -187,7 +187,6 @@ class StreamedStep:
         chunk_pool, aside = ChunkPool(device, self.window_bytes), ChunkPool(device)
         for r in holding.ranges:
             r.claim()  # before anything changes
-        holding.note_change()
         holding.wait_for_host_readers()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:

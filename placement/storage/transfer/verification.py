@@ -34,7 +34,7 @@ class Verifier:
 
     def choose(self, ranges: Iterable[Range]) -> dict[Range, range]:
         """The chunks of these ranges to compare in one move."""
-        whole = {r: range(len(r.chunk_sizes)) for r in ranges if not r.can_be_cast}
+        whole = {r: range(len(r.chunk_sizes)) for r in ranges}
         if self._mode == "always" or not whole:
             return whole
         r, index = self._random.choice(
