@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 FRAMEWORKS := $(VENV)/.frameworks
 SYSTEM := $(VENV)/.system
+ENGINES := $(VENV)/.engines
 DOCS := $(VENV)/.docs
 MERMAID := $(VENV)/mermaid.min.js
 # pip's own compiling doubles its time: one package is compiled while the next is fetched, and the rest when it is first imported.
@@ -29,7 +30,7 @@ test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 # What tests need of the system is fetched while pip fetches the rest.
 test:
-	@$(MAKE) --no-print-directory --jobs=2 $(FRAMEWORKS) $(SYSTEM)
+	@$(MAKE) --no-print-directory --jobs=3 $(FRAMEWORKS) $(SYSTEM) $(ENGINES)
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # By these the next runs are ordered: what takes long begins first.
@@ -64,6 +65,11 @@ $(FRAMEWORKS): export DS_BUILD_OPS = 0
 $(FRAMEWORKS): $(STAMP) tests/frameworks.txt
 	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
+	@touch $@
+
+# A few files of released engines, whose classes tests run.
+$(ENGINES): $(STAMP) tests/engines/released.py
+	@$(BIN)/python -m tests.engines.released $(VENV)/engines || echo "files of released engines cannot be fetched here: their tests will be skipped (remove $@ to try again)"
 	@touch $@
 
 # The script that draws the diagrams becomes part of the site where npm can fetch it; else a browser fetches it when a page is shown.

@@ -127,8 +127,10 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def shown(value: float, unit: str) -> str:
     """A number for people: three digits and a suitable unit."""
-    if unit == "bytes" and value >= 1e6:
+    if unit == "bytes" and value >= 1e9:
         return f"{value / 1e9:.2f} GB"
+    if unit == "bytes" and value >= 1e6:
+        return f"{value / 1e6:.0f} MB"
     if unit == "us":
         return shown(value * 1e-6, "s")
     if unit == "s" and value < 1:
@@ -308,7 +310,6 @@ def headline(results: Results) -> str:
 
 PAGES: Mapping[str, Callable[[Results], str]] = {
     "performance": table,
-    "by turns": by_turns,
     "replicated": functools.partial(table, lines=REPLICATED),
 }
 """The texts of docs/performance.md, by their marks."""

@@ -4,8 +4,8 @@ quick|full] [names]`.
 Each benchmark runs four times, each time in a process of its own: this version, the older one (the
 `placement` and `policies` of FOLDER, under the benchmarks of this version), and both again. The
 first run measures the peers, too, and its result file is kept. The others measure placement and the
-raw link alone. What placement reached in each run is added to that file as `turns`, from which
-`python -m bench.report` makes a table.
+raw link alone. What placement reached in each run is added to that file as `turns`, and the table
+of both is printed.
 
 A benchmark for which too little is left of `--seconds` is not begun.
 """
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench._results import Results
+from bench import report
+from bench._results import Results, read
 from bench.run import default_device, run_one
 
 SECONDS: dict[str, tuple[int, int]] = {
@@ -182,6 +183,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             problems += bool(turns.problems)
+    print(report.by_turns(read(options.out)))
     return problems
 
 

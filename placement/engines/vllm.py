@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import inspect
-import os
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
+from placement.engines import mirror
 from placement.engines.http import Answer, Send, ServedEngine
 from placement.engines.tagged import TaggedEngine, Weights
 
@@ -102,6 +102,8 @@ class _Vllm(TaggedEngine):
 
     def _failed_wake(self, said: str, tags: Sequence[str]) -> EngineError:
         """The error for a wake that failed: an `EngineLost` where no later one can succeed."""
+        if mirror.WEIGHTS_DIFFER in said:
+            self.residency.stale = mirror.WEIGHTS_DIFFER
         if _MAPPED_ALREADY in said:
             return EngineLost(
                 f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was "
@@ -283,8 +285,6 @@ class VllmInProcess(_Vllm):
         self._llm = llm
         self._send = send
         self.knows_its_tags = hasattr(llm, "release_kv_cache_memory")
-        # else torch's cache keeps it
-        self.mirror_stays = os.environ.get("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", "0") == "0"
 
     def register(self) -> None:
         """Check that the engine moves its memory, and is awake or asleep as the record says. Raises
@@ -297,20 +297,36 @@ class VllmInProcess(_Vllm):
         super().register()
 
     def mirror_bytes(self) -> int | None:
-        """Host bytes of vLLM's allocator, if the model is in this process. torch rounds page-locked
-        memory up to powers of two."""
+        """Host bytes of placement's backend or of vLLM's own allocator, if the model is in this
+        process. torch rounds page-locked memory up to powers of two."""
+        if not hasattr(self._llm.llm_engine, "model_executor"):
+            return None
+        if ours := _backend_bytes():
+            return ours
         allocator = getattr(
             getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None),
             "instance",
             None,
         )
-        if allocator is None or not hasattr(self._llm.llm_engine, "model_executor"):
+        if allocator is None:
             return None
         found = (data.cpu_backup_tensor for data in allocator.pointer_to_data.values())
         backups: list[torch.Tensor] = [each for each in found if each is not None]
         return sum(
             1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes
             for each in backups
+        )
+
+    def load(self, tags: Collection[str]) -> None:
+        """Wake these tags, which are asleep, and see whether the mirror stays."""
+        super().load(tags)
+        if WEIGHTS not in tags or not hasattr(self._llm.llm_engine, "model_executor"):
+            return
+        if any(each.spoilt for each in mirror.LIVING):
+            self.residency.stale = mirror.WEIGHTS_DIFFER
+        # vLLM's own allocator has given it to torch, which may keep it
+        self.mirror_stays = (
+            _backend_bytes() > 0 or _cached_host_bytes() >= self.residency.mirror_bytes
         )
 
     def drain(self) -> None:
@@ -381,3 +397,14 @@ class VllmInProcess(_Vllm):
                 f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: "
                 f"{error!r}"
             ) from error
+
+
+def _backend_bytes() -> int:
+    """Host bytes of placement's sleep-mode backend in this process; 0 where vLLM has another."""
+    return sum(each.host_bytes for each in mirror.LIVING)
+
+
+def _cached_host_bytes() -> int:
+    """Page-locked bytes that torch keeps although no tensor uses them."""
+    stats = torch.cuda.host_memory_stats()
+    return int(stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0))

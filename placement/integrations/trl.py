@@ -131,7 +131,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             self.manager.register(name, target, replace=True, **how)
 
     def _targets(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """What is registered, apart from an engine: its name, the object and the keywords."""
+        """Each object that is registered, apart from an engine: name, object and keywords."""
         yield _ACTOR, self.model_wrapped, {"role": "actor"}
         yield _OPTIMIZER, self.optimizer, {}
         if self.ref_model is not None:

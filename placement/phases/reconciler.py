@@ -432,7 +432,8 @@ class Reconciler:
     def _refuse_stale(self, name: str, plan: Plan) -> None:
         """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
-        for handle in self._handles.values():
+        engines = [handle for handle in self._handles.values() if handle.kind == "engine"]
+        for handle in engines:
             stale = handle.stale
             if (
                 stale is not None

@@ -3,6 +3,7 @@ else classes of their shape."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pickle
 import sys
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from placement import EngineError, EngineLost, State, TorchEngine
+from placement.engines.mirror import Block, Mirror
 from placement.engines.sglang import SglangInProcess
 from placement.engines.vllm import VllmInProcess
-from placement.testing import assert_nothing_resident
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.conftest import beside, publish
 from tests.engines.standin import CHUNK, GARBAGE, TAG_BYTES, Memory
 from tests.support.worker import assert_same, make_manager
@@ -292,10 +294,15 @@ class Allocator:
 def test_the_mirror_of_vllm_is_what_its_allocator_has(
     is_apart: bool, releases: bool, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`releases`: whether torch gives the memory back that no tensor uses."""
     allocator = Allocator({"layers": 3 * CHUNK, "head": 2 * CHUNK + 1, "kv_cache": 0})
     module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)  # type: ignore[arg-type]
-    monkeypatch.setenv("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", str(int(releases)))
+    cached = 0 if releases else 5 * CHUNK + 1
+    told = {"allocated_bytes.current": 9 * CHUNK + cached, "active_bytes.current": 9 * CHUNK}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: told)
+    # a variable that no released vLLM reads
+    monkeypatch.setenv("VLLM_SLEEP_MODE_RELEASE_HOST_MEMORY", str(int(not releases)))
     llm = LLM(shared)
     sleep, wake_up = llm.sleep, llm.wake_up
     llm.sleep = lambda **how: (sleep(**how), allocator.fill(is_asleep=True))  # type: ignore[assignment, method-assign, func-returns-value]
@@ -308,9 +315,43 @@ def test_the_mirror_of_vllm_is_what_its_allocator_has(
     with manager.phase("weight_sync"):
         publish(actor, rollout.object)
         assert rollout.host_bytes == (
-            0 if releases else TAG_BYTES["weights"] if is_apart else known
+            TAG_BYTES["weights"] if is_apart else 0 if releases else known
         )
     assert rollout.host_bytes == (TAG_BYTES["weights"] if is_apart else known)
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_the_mirror_of_placements_backend_is_its_slab_and_spoilt_weights_are_known(
+    is_spoilt: bool, shared: Path
+) -> None:
+    gc.collect()  # mirrors of other tests
+    memory = torch.zeros(3 * CHUNK, dtype=torch.uint8)
+    blocks = [Block(memory.data_ptr(), memory.nbytes)]
+    own = Mirror(SimulatedDevice(1 << 20))
+    llm = LLM(shared)
+    llm.llm_engine.model_executor = None
+    sleep, wake_up = llm.sleep, llm.wake_up
+
+    def save(**how: Any) -> None:
+        own.begin_save(blocks)
+        own.end_save()
+        sleep(**how)
+
+    def fetch(tags: Any) -> None:
+        own.fetch(blocks[0], own.host(blocks[0]))
+        own.end_fetch()
+        memory[5] += is_spoilt and "weights" in tags
+        own.spoilt = own.differing(blocks)
+        wake_up(tags)
+
+    llm.sleep, llm.wake_up = save, fetch  # type: ignore[method-assign, assignment]
+    manager, actor, rollout = beside(VllmInProcess(llm), shared)
+    assert rollout.host_bytes == 3 * CHUNK
+    with manager.phase("weight_sync"):
+        assert rollout.host_bytes == 3 * CHUNK
+        assert rollout.object.needs_weights is is_spoilt
+        publish(actor, rollout.object)
+        assert not rollout.object.needs_weights
 
 
 @pytest.mark.parametrize(("keeps", "retains"), [(True, False), (True, True), (False, True)])

@@ -1,0 +1,168 @@
+"""The mirror of an engine: the host copy of blocks of device memory that the engine's own allocator
+maps and unmaps.
+
+It is one slab of exact size, page-locked once, and stays. Its fingerprints tell which pieces of a
+block were written since they came back, so that only these are copied, and whether a block that
+comes back has the bytes that left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from placement.core.interrupts import WeakIdSet
+from placement.devices.base import Device
+from placement.devices.memory import Addresses, Copy
+from placement.storage.fingerprints import differing, fingerprints
+
+PIECE_BYTES = 32 << 20
+"""The bytes of a fingerprint. Where its kernel does not run, one takes device memory of three times
+as many bytes (`_by_torch`), and an engine leaves little free."""
+
+LIVING: WeakIdSet[Mirror] = WeakIdSet()
+"""The mirrors of this process."""
+WEIGHTS_DIFFER = "weights came back with other bytes than those that left"
+"""In every error that says so, also in one that an engine passes on as text."""
+
+
+class Block(Addresses):
+    """Device memory of an engine. Its addresses belong to the engine's allocator."""
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self.base, self.nbytes = base, nbytes
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of one block in the slab. `prints` are the fingerprints of the bytes there, one a
+    piece; None while they mean nothing."""
+
+    host: torch.Tensor
+    prints: torch.Tensor | None = None
+
+
+class Mirror:
+    """The host copy of an engine's blocks, on one device of this process.
+
+    A save has two halves, so that the caller can do something else while the link works. Nothing
+    here maps or unmaps a block. A block is mapped as long as a method works on it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._places: dict[int, _Place] = {}
+        self._saving: list[tuple[_Place, torch.Tensor]] = []
+        self.spoilt: dict[int, torch.Tensor] = {}
+        """Fingerprints, by address, of blocks that came back with other bytes than those that left.
+        A block that still has them is not saved: what left is in the mirror."""
+        self.host_bytes = 0
+        LIVING.add(self)
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
+        """Have a place for each of these blocks. It is page-locked in the background.
+
+        Where a block has none, the engine's blocks have changed. All of these get new places then,
+        so that the slab is as large as they are.
+
+        Raises:
+            HostMemoryError: there is not enough host memory. The mirror is empty.
+        """
+        if all(self._has(block) for block in blocks):
+            return
+        self.release()
+        slab = self._device.host(sum(block.nbytes for block in blocks))
+        start = 0
+        for block in blocks:
+            self._places[block.base] = _Place(slab.view(start, block.nbytes))
+            start += block.nbytes
+        self.host_bytes = slab.nbytes
+        self._fingerprints(blocks[:1])  # so that the first save does not wait for its kernel
+
+    def _has(self, block: Block) -> bool:
+        place = self._places.get(block.base)
+        return place is not None and place.host.nbytes == block.nbytes
+
+    def release(self) -> None:
+        """Give the slab back. It stays as long as a tensor of `host` does."""
+        self._places, self._saving, self.host_bytes = {}, [], 0
+
+    def host(self, block: Block) -> torch.Tensor:
+        """The place of a block: uint8, page-locked."""
+        return self._places[block.base].host
+
+    def is_place_of(self, block: Block, host: torch.Tensor) -> bool:
+        """Whether `host` is the place of a block."""
+        return self._has(block) and self.host(block).data_ptr() == host.data_ptr()
+
+    def begin_save(self, blocks: Sequence[Block]) -> int:
+        """Start copying what differs from the host copy, in these blocks. Returns the number of
+        bytes.
+
+        Raises:
+            HostMemoryError: see `reserve`.
+            RuntimeError: the device failed. The next save copies again.
+        """
+        self.reserve(blocks)
+        self._saving = []
+        copies: list[Copy] = []
+        for block, found in zip(blocks, self._fingerprints(blocks), strict=True):
+            place = self._places[block.base]
+            pieces = differing(place.prints, found)
+            if not pieces or self._is_spoilt(block, found):
+                continue
+            place.prints = None
+            self._saving.append((place, found))
+            for start in (piece * PIECE_BYTES for piece in pieces):
+                nbytes = min(PIECE_BYTES, block.nbytes - start)
+                copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
+        self._device.copy(copies, "to_host")
+        return sum(copy.nbytes for copy in copies)
+
+    def end_save(self) -> None:
+        """Wait until every byte has arrived, and everything that the device had to do is done."""
+        self._device.sync()
+        for place, found in self._saving:
+            place.prints = found
+        self._saving, self.spoilt = [], {}
+
+    def fetch(self, block: Block, source: torch.Tensor) -> None:
+        """Start copying `source`, which is on the host, into a block."""
+        self._device.copy([Copy(block.base, source.data_ptr(), source.nbytes)], "to_device")
+
+    def end_fetch(self) -> None:
+        """Wait until everything that was fetched has arrived."""
+        self._device.wait(self._device.mark("to_device"))
+
+    def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
+        """The fingerprints, by address, of those blocks that do not have the bytes that left."""
+        return {
+            block.base: found
+            for block, found in zip(blocks, self._fingerprints(blocks), strict=True)
+            if differing(self._places[block.base].prints, found)
+        }
+
+    def still_spoilt(self, blocks: Sequence[Block]) -> bool:
+        """Whether one of these blocks came back wrong and was not written since."""
+        suspects = [block for block in blocks if block.base in self.spoilt]
+        return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
+
+    def _is_spoilt(self, block: Block, found: torch.Tensor) -> bool:
+        return block.base in self.spoilt and torch.equal(self.spoilt[block.base], found)
+
+    def _fingerprints(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
+        """The fingerprints of each block's pieces, int64 on the CPU."""
+        if not blocks:
+            return []
+        sizes = [_pieces(block.nbytes) for block in blocks]
+        found = [
+            fingerprints(self._device.view(block, 0, block.nbytes), each)
+            for block, each in zip(blocks, sizes, strict=True)
+        ]
+        return list(torch.cat(found).cpu().split([len(each) for each in sizes]))
+
+
+def _pieces(nbytes: int) -> list[int]:
+    return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]

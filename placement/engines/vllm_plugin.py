@@ -1,0 +1,83 @@
+"""vLLM's plug-in (entry point group `vllm.general_plugins`): it makes `vllm_backend` known in every
+process of vLLM.
+
+From 0.33 on `--sleep-mode-backend placement` chooses it. Before, vLLM has no such option, and the
+plug-in chooses it for each engine with sleep mode. That is done when a worker has warmed up,
+because vLLM captures its CUDA graphs in memory that can sleep only under the name of its own
+backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from placement.core.errors import PlacementError
+from placement.core.journal import logger
+
+NAME = "placement"
+
+
+def register() -> None:
+    """Make the backend known, and have each worker tell when it has warmed up. Idempotent."""
+    try:
+        factory = importlib.import_module(
+            "vllm.device_allocator.sleep_mode_backend"
+        ).SleepModeBackendFactory
+    except ImportError:
+        logger.info("this vLLM takes no sleep-mode backend; 0.25 and later do")
+        return
+    try:
+        factory.register_backend(NAME, "placement.engines.vllm_backend", "PlacementBackend")
+    except ValueError:  # registered already
+        return
+    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    init_device = wrapper.init_device
+
+    @functools.wraps(init_device)
+    def init_and_follow(self: Any) -> None:
+        init_device(self)
+        _follow_warm_up(self.worker)
+
+    wrapper.init_device = init_and_follow
+
+
+def _follow_warm_up(worker: Any) -> None:
+    warm_up = worker.compile_or_warm_up_model
+
+    @functools.wraps(warm_up)
+    def warm_up_and_prepare() -> Any:
+        times = warm_up()
+        prepare(worker)
+        return times
+
+    worker.compile_or_warm_up_model = warm_up_and_prepare
+
+
+def prepare(worker: Any) -> None:
+    """Choose the backend for a worker where vLLM has no option for it, and have the host memory for
+    its first sleep page-locked in the background."""
+    model_config = worker.vllm_config.model_config
+    factory = importlib.import_module(
+        "vllm.device_allocator.sleep_mode_backend"
+    ).SleepModeBackendFactory
+    if not model_config.enable_sleep_mode or not factory.get_backend_class(NAME).is_supported():
+        return
+    if not _has_option():
+        model_config.sleep_mode_backend = NAME
+    if model_config.sleep_mode_backend != NAME:
+        return
+    logger.info("placement moves the memory of this vLLM worker in its sleep mode")
+    get_backend = getattr(worker, "_get_sleep_mode_backend", None)  # until 0.29
+    backend = worker.sleep_mode_backend if get_backend is None else get_backend()
+    try:
+        backend.reserve()
+    except PlacementError as error:
+        logger.warning("no host memory was reserved for vLLM's sleep at level 1: %s", error)
+
+
+def _has_option() -> bool:
+    return hasattr(
+        importlib.import_module("vllm.engine.arg_utils").EngineArgs, "sleep_mode_backend"
+    )
