@@ -432,11 +432,10 @@ class Reconciler:
     def _refuse_stale(self, name: str, plan: Plan) -> None:
         """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
-        engines = [handle for handle in self._handles.values() if handle.kind == "engine"]
-        for handle in engines:
-            stale = handle.stale
+        for handle in self._handles.values():
             if (
-                stale is not None
+                handle.kind == "engine"
+                and (stale := handle.stale) is not None
                 and plan.on_device(handle.name)
                 and (handle.role or "rollout") in roles
             ):
