@@ -346,11 +346,12 @@ class Reconciler:
         try:
             if self._device.is_capturing():  # to wait would break the capture
                 return
+            self.has_unused = False  # first, because more may be dropped meanwhile
             for handle in self._handles.values():
                 if handle.holding is not None:
                     handle.holding.give_back_unused()
-            self.has_unused = False
         except Exception as error:  # what needs the device next says so
+            self.has_unused = True
             logger.warning("dropped gradients keep their memory: %s", str(error))
 
     def _trim(self) -> None:
@@ -431,11 +432,10 @@ class Reconciler:
     def _refuse_stale(self, name: str, plan: Plan) -> None:
         """Raise EngineError for a phase that would generate with an engine that needs weights."""
         roles = self.planner.computing_roles(name)
-        engines = [handle for handle in self._handles.values() if handle.kind == "engine"]
-        for handle in engines:
-            stale = handle.stale
+        for handle in self._handles.values():
             if (
-                stale is not None
+                handle.kind == "engine"
+                and (stale := handle.stale) is not None
                 and plan.on_device(handle.name)
                 and (handle.role or "rollout") in roles
             ):

@@ -7,6 +7,7 @@ storages get places.
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import time
 from collections.abc import Sequence, Set
@@ -37,7 +38,7 @@ from placement.storage.scan import (
 )
 from placement.storage.state_dicts import was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
-from placement.tensors.alive import Unadopted
+from placement.tensors.alive import Unadopted, storage_use_count
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
 _GLANCE_SECONDS = 0.1  # how often who waits for a reader looks for a Ctrl-C
@@ -157,7 +158,9 @@ class AdoptedStorage(Storage):
             device_bytes += r.pages.needed_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
-        unadopted_bytes = self.unadopted.nbytes if self.unadopted.storages else 0
+        # as `unadopted_bytes`, without its calls: every phase transition asks several times
+        storages, sizes, _ = self.unadopted
+        unadopted_bytes = sum(itertools.compress(sizes, map(storage_use_count, storages)))
         return (
             device_bytes + unadopted_bytes + self.unborn_bytes,
             own_bytes + aside_bytes + unadopted_bytes,
