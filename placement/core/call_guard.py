@@ -116,14 +116,11 @@ class CallGuard:
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between.
         Idempotent."""
-        for forward in self._roots:
-            if (root := forward.module()) is not None:
-                self._refuse(root, forward)
         for forward in self._forwards:
             if (module := forward.module()) is None:
                 continue
             own = module.__dict__
-            if "forward" in own or own["_forward_pre_hooks"]:
+            if forward in self._roots or "forward" in own or own["_forward_pre_hooks"]:
                 self._refuse(module, forward)
             else:  # tens of thousands in a mixture of experts, which nobody has touched
                 own["forward"] = forward
