@@ -444,15 +444,16 @@ class ManagedStorage(AdoptedStorage):
 
     # --- leaving
 
-    def _ready_to_leave(self) -> ChunkPool:
+    def _ready_to_leave(self, *, is_repeated: bool) -> ChunkPool:
         """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the
-        object stays."""
+        object stays. `is_repeated`: an earlier call has taken away pages that tensors had left.
+        They get no memory again, which the others may lack."""
         chunk_pool = ChunkPool(self.device)
         if self.on_device or any(r.pages.own_bytes for r in self.ranges):
             self.device.sync()
             for r in self.ranges:
                 r.pages.note_idle()
-        if self.on_device:
+        if self.on_device and not is_repeated:
             self._have_back(chunk_pool)
         if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
             self.writes.put_back(self.scanner.rescan())
@@ -475,7 +476,7 @@ class ManagedStorage(AdoptedStorage):
         # what the object has got and nobody can move must not keep its values here
         self.adapter.hands_back = True
         try:
-            chunk_pool = self._ready_to_leave()
+            chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
         except BaseException:
             self.adapter.hands_back = False
             if self.on_device:  # it stays, and can be called

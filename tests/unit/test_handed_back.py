@@ -320,3 +320,34 @@ def test_memory_goes_back_while_a_model_is_handed_back_on_the_device(
     assert held_bytes[-1] < held_bytes[0]
     assert device.memory().chunk_bytes == 0
     assert_same(values(model), expected)
+
+
+def test_what_lacks_memory_half_way_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has left needs no memory again, and the rest stays on the device."""
+    device = SimulatedDevice(CAPACITY, chunk_bytes=4096)
+    manager, model = placement.Manager(device=device), net()
+    expected = values(model)
+    manager.register("actor", model, role="actor")
+    move_out, moved = layout.move_out, list[bool]()
+
+    def fails_once(_: Any, storage: torch.UntypedStorage, *others: Any) -> None:
+        moved.append(holding.on_device)
+        if len(moved) == 3:
+            device.outside_bytes = CAPACITY - device.memory().chunk_bytes  # torch has all the rest
+            raise torch.OutOfMemoryError
+        move_out(device, storage, *others)
+
+    holding = vars(manager.handles["actor"])["storage"]
+    monkeypatch.setattr(scan, "move_out", fails_once)
+    monkeypatch.setattr(scan, "_LEAVING_TOGETHER_BYTES", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.unregister("actor", on_device=True)
+    held_bytes = device.memory().chunk_bytes
+    manager.audit()
+    assert not manager.handles, "any phase transition goes on with it"
+    assert held_bytes > 0
+    assert all(moved)
+    assert device.memory().chunk_bytes == 0
+    assert_same(values(model), expected)
