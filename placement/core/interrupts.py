@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
 _SIGINT: int = _signal.SIGINT
+_POSTPONED_SECONDS = 0.01  # a callback has returned by then, or postpones it once more
 _NOTHING = nullcontext()
 _T = TypeVar("_T")
 
@@ -81,6 +82,24 @@ class _Deferral:
             _signal.signal(_SIGINT, self._before)
 
 
+class _Postponement(_Deferral):
+    """Raises nothing inside its block. An interrupt that has come is sent anew a moment later."""
+
+    __slots__ = ()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self._is_noted = True
+
+    def deliver(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        if self._is_noted:
+            again = _signal.pthread_kill, (self._thread, _SIGINT)
+            threading.Timer(_POSTPONED_SECONDS, *again).start()
+
+
 _current: _Deferral | None = None
 
 
@@ -97,11 +116,20 @@ os.register_at_fork(after_in_child=_end_in_child)
 def deferred() -> AbstractContextManager[None]:
     """Defer SIGINT inside the block. Nested blocks and other threads than the main one change
     nothing. Costs two microseconds."""
+    return _block(_Deferral)
+
+
+def postponed() -> AbstractContextManager[None]:
+    """As `deferred`, in the callback of a weak reference: what that raises is lost."""
+    return _block(_Postponement)
+
+
+def _block(kind: type[_Deferral]) -> AbstractContextManager[None]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     before = _signal.getsignal(_SIGINT)
     # not callable: SIG_DFL, SIG_IGN, or not installed by Python
-    return _Deferral(before) if callable(before) else _NOTHING
+    return kind(before) if callable(before) else _NOTHING
 
 
 def check() -> None:

@@ -302,11 +302,18 @@ class TransitionLock:
                 raise PhaseError(inside)
             if self._device.is_capturing():
                 raise PhaseError(capturing)
-            self._is_busy = True
-            try:
+            with self.occupied():
                 yield
-            finally:
-                self._is_busy = False
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Let no phase transition begin inside, on the thread that holds the lock: what is
+        garbage-collected there waits for the next one."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:

@@ -350,8 +350,12 @@ class Reconciler:
             for handle in self._handles.values():
                 if handle.holding is not None:
                     handle.holding.give_back_unused()
-        except Exception as error:  # what needs the device next says so
+            self.planner.memory = self._device.memory()
+        except BaseException as error:
             self.has_unused = True
+            if not isinstance(error, Exception):
+                raise
+            # what needs the device next says so
             logger.warning("dropped gradients keep their memory: %s", str(error))
 
     def _trim(self) -> None:

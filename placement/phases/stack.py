@@ -451,18 +451,21 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
     try:
         with living.lock.if_free() as is_free:
             if is_free:
-                living.reconciler.prefetcher.give_up(living.phases.name)
+                with living.lock.occupied():
+                    living.reconciler.prefetcher.give_up(living.phases.name)
     except Exception as error:  # it would take the place of the allocator's own
         logger.warning("pages aside could not be given up: %s", str(error))
 
 
 def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:
     """Return the memory of dropped gradients to the driver: called by the thread that has dropped
-    the last reference. A phase transition under way, or the next one, does it otherwise."""
+    the last reference. A phase transition under way, or the next one, does it otherwise. Torch
+    has not finished dropping the gradient: nothing inside may look at a parameter's."""
     if sys.is_finalizing() or (living := stack()) is None:
         return
     living.reconciler.has_unused = True
     if not is_background():
-        with living.lock.if_free() as is_free:
+        with interrupts.postponed(), living.lock.if_free() as is_free:
             if is_free:
-                living.reconciler.give_back_unused()
+                with living.lock.occupied():
+                    living.reconciler.give_back_unused()

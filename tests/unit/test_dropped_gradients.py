@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import signal
 import threading
 from collections.abc import Callable
 
@@ -218,6 +220,66 @@ def test_kernels_that_read_them_are_waited_for() -> None:
             job.adam.zero_grad()
             assert job.actor.resident_bytes == WEIGHTS
         job.manager.close()
+
+
+class Interrupted(SimulatedDevice):
+    """Something happens the next time that the device is waited for."""
+
+    happens: Callable[[], object] | None = None
+
+    def sync(self) -> None:
+        super().sync()
+        if self.happens is not None:
+            happens, self.happens = self.happens, None
+            happens()
+
+
+def test_the_budget_of_a_snapshot_stays() -> None:
+    job = Job()
+    with job.manager.phase("train"):
+        job.both(step)
+    with job.manager.phase("train"):
+        before = job.manager.snapshot()
+        job.both(zero)
+        assert job.manager.snapshot().budget_bytes == before.budget_bytes
+
+
+def test_a_ctrl_c_meanwhile_reaches_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Interrupted(CAPACITY, chunk_bytes=CHUNK)
+    job = Job(device)
+    with job.manager.phase("train"):
+        job.both(step)
+    with job.manager.phase("train"):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            device.happens = lambda: signal.raise_signal(signal.SIGINT)
+            job.both(zero)
+            with pytest.raises(KeyboardInterrupt):
+                threading.Event().wait(60)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert job.actor.resident_bytes == WEIGHTS
+        job.both(zero)
+        job.check()
+
+
+def test_a_phase_that_is_collected_meanwhile_is_left_later() -> None:
+    """The gradient is only half gone there: to look at it ends the process."""
+    device = Interrupted(CAPACITY, chunk_bytes=CHUNK)
+    job = Job(device)
+    with job.manager.phase("train"):
+        job.both(step)
+    phases: list[object] = [job.manager.phase("train")]
+    phases[0].__enter__()  # type: ignore[attr-defined]
+    phases.append(phases)
+    del phases
+    device.happens = gc.collect
+    job.both(lambda model, _: one_by_one(model[:1], None))  # type: ignore[index]
+    assert job.manager.phase_name == "train"
+    with job.manager.phase("train"):
+        job.check()
+    assert job.manager.phase_name == "idle"
+    assert job.manager.audit().ok
 
 
 @pytest.mark.parametrize("operation", ["sync", "map", "copy", "create"])
