@@ -402,7 +402,6 @@ class SharedScanner(StorageScanner):
         *,
         transient: bool = False,
         in_parts: bool = False,
-        kind: type[Range] = Range,
     ) -> Range | None:
         copy = None if transient or not adoptees else self.free_state()
         if (
