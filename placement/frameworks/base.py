@@ -217,6 +217,12 @@ class Framework:
         text for the error."""
         return ()
 
+    @classmethod
+    def reading_methods_of_root(cls) -> Mapping[str, Reading]:
+        """The same for every registered module, whatever its class: methods by which functions of
+        the framework look at a module before they change it."""
+        return {}
+
     # --- about one module tree
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -450,10 +456,12 @@ def wrappers() -> list[tuple[type, str]]:
     ]
 
 
-def reading_methods(obj: object) -> dict[str, Reading]:
-    """The answers of all frameworks, as far as the object has the methods."""
+def reading_methods(obj: object, *, is_root: bool) -> dict[str, Reading]:
+    """The answers of all frameworks, as far as the object has the methods. `is_root`: it is a
+    registered module, not a part of one."""
     found: dict[str, Reading] = {}
-    for names in asked("reading_methods", obj):
+    of_root = asked("reading_methods_of_root") if is_root else []
+    for names in (*asked("reading_methods", obj), *of_root):
         found |= names if isinstance(names, Mapping) else dict.fromkeys(names, READ)
     return {name: what for name, what in found.items() if callable(getattr(type(obj), name, None))}
 

@@ -14,6 +14,7 @@ from placement.frameworks.base import Framework, Named, Reading
 _LAYER = Named("peft.tuners.tuners_utils", "BaseTunerLayer")
 _TUNER = Named("peft.tuners.tuners_utils", "BaseTuner")
 _MODELS = (Named("peft.peft_model", "PeftModel"), Named("peft.mixed_model", "PeftMixedModel"))
+_OF_TRANSFORMERS = Named("transformers.integrations.peft", "PeftAdapterMixin")
 
 _MERGED = "merged with its adapters"
 _COMPUTED = "given an adapter that is computed from its weights"
@@ -27,8 +28,11 @@ _FUNCTIONS = (
     (Named("peft.utils.loftq_utils", "replace_lora_weights_loftq"), _COMPUTED),
     (Named("peft.tuners.lora.eva", "initialize_lora_eva_weights"), _COMPUTED),
     (Named("peft.tuners.lora.intruders", "reduce_intruder_dimension"), _COMPUTED),
+    (Named("peft.tuners.lora.conversion", "convert_to_lora"), "converted to LoRA"),
+    *((Named(each.module, f"{each.name}.from_pretrained"), _WRITTEN) for each in _MODELS),
 )
-"""Functions that change adapters. Each looks at all modules of the model before it does."""
+"""Functions that change or convert adapters. Each looks at all modules of the model before."""
+_INJECT = Named(_TUNER.module, "BaseTuner.inject_adapter")
 
 _COMPUTED_TYPES = frozenset(
     {"ADAMSS", "DEFT", "DELORA", "FROD", "LN_TUNING", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA"}
@@ -49,7 +53,7 @@ class PEFT(Framework):
             return {
                 **dict.fromkeys(("merge", "unmerge"), _MERGED),
                 "get_delta_weight": _COMPUTED,
-                "named_modules": _what_looks_at_all,
+                **cls.reading_methods_of_root(),
             }
         if _TUNER.is_of(obj):
             return {
@@ -66,27 +70,40 @@ class PEFT(Framework):
                 "load_adapter": _WRITTEN,
                 "save_pretrained": _what_saves,
                 **dict.fromkeys(("get_prompt", "get_prompt_embedding_to_save"), _PROMPTED),
-                "named_modules": _what_looks_at_all,
+                **cls.reading_methods_of_root(),
             }
-        return {}
+        return {"add_adapter": _what_adds} if _OF_TRANSFORMERS.is_of(obj) else {}
+
+    @classmethod
+    def reading_methods_of_root(cls) -> Mapping[str, Reading]:
+        return {"named_modules": _what_looks_at_all}
 
 
 def _code_of(function: Named) -> Any:
-    return getattr(getattr(sys.modules.get(function.module), function.name, None), "__code__", None)
+    found: Any = sys.modules.get(function.module)
+    for name in function.name.split("."):
+        found = getattr(found, name, None)
+    return getattr(found, "__code__", None)
 
 
 def _what_looks_at_all(model: Any, *_: Any) -> str | None:
     """The change that is under way where the modules are asked for, if one is."""
-    running = {frame.f_code for frame, _ in traceback.walk_stack(None)}
+    running = {frame.f_code: frame for frame, _ in traceback.walk_stack(None)}
     for named, what in _FUNCTIONS:
         if _code_of(named) in running:
             return what
+    if (injecting := running.get(_code_of(_INJECT))) is not None:
+        given = injecting.f_locals
+        return _what_is_computed(given["self"].peft_config[given["adapter_name"]])
     saves = Named("peft.utils.save_and_load", "get_peft_model_state_dict")
     return _what_saves(model) if _code_of(saves) in running else None
 
 
-def _what_saves(model: Any, *_: Any) -> str | None:
-    """Prompts' embeddings and SHiRA's indices are in no state dict."""
+def _what_saves(model: Any, _: Any = (), kwargs: Any = None) -> str | None:
+    """Prompts' embeddings and SHiRA's indices are in no state dict. Where PEFT converts an adapter,
+    it loads the initial one into the model."""
+    if kwargs and kwargs.get("path_initial_model_for_weight_conversion") is not None:
+        return _WRITTEN
     configs = getattr(model, "peft_config", {}).values()
     reads_past = any(config.is_prompt_learning or config.peft_type == "SHIRA" for config in configs)
     return _SAVED if reads_past else None
@@ -99,13 +116,23 @@ def _what_unmerges(tuner: Any, *_: Any) -> str | None:
 
 
 def _what_injects(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    config = tuner.peft_config[kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]]
+    name = kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]
+    return _what_is_computed(tuner.peft_config[name])
+
+
+def _what_adds(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    return _what_is_computed(kwargs["adapter_config"] if "adapter_config" in kwargs else args[0])
+
+
+def _what_is_computed(config: Any) -> str | None:
+    """What is made of weights for an adapter with this configuration; None if nothing is."""
     if getattr(config, "modules_to_save", None):
         return "copied or pickled, as modules_to_save does"
     reads_weights = (
-        config.peft_type in _COMPUTED_TYPES
+        getattr(config, "peft_type", None) in _COMPUTED_TYPES
         or str(getattr(config, "init_lora_weights", "")).startswith(_COMPUTED_INITS)
         or getattr(config, "use_dora", False)
+        or getattr(config, "kasa_config", None) is not None
         or getattr(config, "trainable_token_indices", None) is not None
     )
     return _COMPUTED if reads_weights else None

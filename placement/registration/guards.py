@@ -494,7 +494,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> None:
             of_torch: Any = part._state_dict_pre_hooks
             hooks.append(gather := part.register_state_dict_pre_hook(GatherGuard(handle)))
             of_torch.move_to_end(gather.id, last=False)  # in front of the framework's own hooks
-        _install_on_reading(handle, part, hooks)
+        _install_on_reading(handle, part, hooks, is_root=part in roots)
     if isinstance(handle.adapter, OptimizerAdapter):
         for target in objects:
             if target not in roots:
@@ -513,10 +513,10 @@ def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: 
     )
 
 
-def _install_on_reading(handle: Handle, target: Any, hooks: list[Any]) -> None:
+def _install_on_reading(handle: Handle, target: Any, hooks: list[Any], *, is_root: bool) -> None:
     hooks.extend(
         MethodCall(ReadGuard(handle, what), target, name)
-        for name, what in reading_methods(target).items()
+        for name, what in reading_methods(target, is_root=is_root).items()
     )
 
 
@@ -565,7 +565,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
     else:
         guards["step"] = StepGuard(handle)
-        _install_on_reading(handle, target, hooks)
+        _install_on_reading(handle, target, hooks, is_root=False)
     if "_optimizer_load_state_dict_pre_hooks" in fields:
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:

@@ -266,6 +266,21 @@ CHANGES: dict[str, Callable[[Any, Path], Any]] = {
     "merge and unload": lambda model, _: model.merge_and_unload(),
     "merge a layer": lambda model, _: model.base_model.model.down.merge(),
 }
+PLAIN_CHANGES: dict[str, Callable[[Any, Path], Any]] = {
+    "the first adapter": lambda model, _: peft.get_peft_model(model, config(use_dora=True)),
+    "kasa": lambda model, _: peft.get_peft_model(model, config(kasa_config=peft.KasaConfig())),
+    "a saved adapter": lambda model, folder: peft.PeftModel.from_pretrained(model, str(folder)),
+    "a saved mixed adapter": lambda model, folder: peft.PeftMixedModel.from_pretrained(
+        model, str(folder)
+    ),
+    "injected": lambda model, _: peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=["up"], init_lora_weights="pissa"), model
+    ),
+    "injected, with a module to save": lambda model, _: peft.inject_adapter_in_model(
+        config(modules_to_save=["head"]), model
+    ),
+}
+"""Changes of a model that was registered without adapters."""
 
 
 def _numbers(model: Any) -> dict[str, Any]:
@@ -283,21 +298,25 @@ def _numbers(model: Any) -> dict[str, Any]:
     return kept | {name: copy.deepcopy(each.to_dict()) for name, each in configs}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [*CHANGES, *PLAIN_CHANGES])
 def test_a_change_of_adapters_is_refused_as_a_whole_and_made_in_a_phase(
     name: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(5)
     peft.get_peft_model(Model(), config(lora_alpha=16)).save_pretrained(tmp_path)
 
+    def start() -> Any:
+        torch.manual_seed(3)
+        return Model() if name in PLAIN_CHANGES else _two_adapters()
+
     def change(model: Any) -> Any:
         torch.manual_seed(7)
-        result = CHANGES[name](model, tmp_path)
+        result = (CHANGES | PLAIN_CHANGES)[name](model, tmp_path)
         return result if isinstance(result, nn.Module) else model
 
-    plain = change(_two_adapters())
+    plain = change(start())
     wanted = training.bytes_of(plain.state_dict()), _numbers(plain), plain(batch(0)).tolist()
-    model = _two_adapters()
+    model = start()
     output = training.as_bytes(model(batch(0)))
     if name == "eva":  # its precondition
         model.peft_config["default"].init_lora_weights = "eva"
@@ -331,6 +350,39 @@ def test_a_change_of_a_layer_that_was_put_into_a_model_without_pefts_own(tmp_pat
         hotswap.prepare_model_for_compiled_hotswap(inside, target_rank=8)
     assert _numbers(inside) == before
     manager.close()
+
+
+def test_an_adapter_by_transformers_that_is_computed_from_weights_can_be_added_later() -> None:
+    """Transformers notes that there is an adapter before it makes the first one."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY))
+    manager = _registered(model)
+    with pytest.raises(NotResidentError, match="computed from its weights"):
+        model.add_adapter(peft.LoraConfig(use_dora=True, **_Q))
+    with manager.phase("log_prob"):
+        model.add_adapter(adapter_config=peft.LoraConfig(use_dora=True, **_Q))
+    assert model.active_adapters() == ["default"]
+    manager.close()
+
+
+def test_a_conversion_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """To LoRA, or to an adapter for the weights that the base had before PiSSA changed them."""
+    model = _adapted(peft.MissConfig(r=4, **_Q))
+    manager = _registered(model)
+    with pytest.raises(NotResidentError, match="cannot be converted to LoRA"):
+        peft.save_as_lora(tmp_path / "lora", model, rank=4)
+    with manager.phase("log_prob"):
+        peft.save_as_lora(tmp_path / "lora", model, rank=4)
+    pissa = _adapted(peft.LoraConfig(r=4, init_lora_weights="pissa", **_Q))
+    pissa.save_pretrained(tmp_path / "initial")
+    second = _registered(pissa)
+    convert = {"path_initial_model_for_weight_conversion": str(tmp_path / "initial")}
+    with pytest.raises(NotResidentError, match="cannot be given the weights of an adapter"):
+        pissa.save_pretrained(tmp_path / "found", **convert)
+    assert not (tmp_path / "found").exists()
+    with second.phase("log_prob"):
+        pissa.save_pretrained(tmp_path / "found", **convert)
+    manager.close()
+    second.close()
 
 
 def test_other_active_adapters_are_refused_while_adapters_are_merged() -> None:
