@@ -3,8 +3,7 @@ what does sending only that cost and save?
 
 bf16 weights, AdamW on fp32 masters (lr 1e-6). Each step trains, publishes the changes, and
 publishes everything, by turns. A receiver that writes only the changes is compared with the whole
-publication, bit by bit, for 20 steps. Then each step is offloaded before it is published, the model
-alone and with its optimizer's state. By turns the offload records what it changes, and does not.
+publication, bit by bit, for 20 steps.
 """
 
 from __future__ import annotations
@@ -23,36 +22,30 @@ from bench._rig import Rig
 from placement.policies import Colocated
 
 _SCENARIO = "AdamW, lr 1e-6, bf16"
-_OFFLOADED = f"{_SCENARIO}, offloaded before it is published"
 
 
 class _Adam(torch.optim.Optimizer):
-    """Adam on fp32 masters. Its steps have the size of Adam's at a learning rate of 1e-6, and all
-    of its state changes."""
+    """Adam on fp32 masters. Its steps have the size of Adam's at a learning rate of 1e-6."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, moments: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
         for parameter in parameters:
-            names = ("master", "exp_avg", "exp_avg_sq") if moments else ("master",)
-            self.state[parameter] = {name: parameter.detach().float() for name in names}
+            self.state[parameter] = {"master": parameter.detach().float()}
 
     def update(self) -> None:
         """A step. Adam's update is at most the learning rate: all of it where the gradient's sign
         is steady, less where it is noise."""
         with torch.no_grad():
             for parameter, state in self.state.items():
-                master, *moments = state.values()
+                master = state["master"]
                 master.add_(torch.randn_like(master).clamp_(-1, 1), alpha=-1e-6)
-                for moment in moments:
-                    moment.mul_(0.9)
                 parameter.copy_(master)
 
 
 class _Job:
-    """The model and what steps it. With `moments` the optimizer's state is 12 bytes an element, and
-    moves; else its masters stay."""
+    """The model and what steps it, whose masters stay on the device."""
 
-    def __init__(self, rig: Rig, *, moments: bool) -> None:
+    def __init__(self, rig: Rig) -> None:
         torch.manual_seed(0)
         hidden, layers = rig.pick(64, 2048, 2048), rig.pick(2, 20, 30)
         shapes = (
@@ -64,12 +57,10 @@ class _Job:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(0.02).requires_grad_(True)
-        self.optimizer = _Adam([*self.model.parameters()], moments=moments)
+        self.optimizer = _Adam([*self.model.parameters()])
         self.manager = placement.Manager(device=rig.placement_device(), policy=Colocated())
         self.handle = self.manager.register("actor", self.model, role="actor")
-        self.stepper = (
-            self.optimizer if moments else torch.optim.SGD(self.model.parameters(), lr=0.0)
-        )
+        self.stepper = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.manager.register("optimizer", self.stepper)  # a phase "train" loads what is trained
 
     def step(self) -> None:
@@ -110,25 +101,8 @@ class _Receiver:
 
 
 def measure(rig: Rig, results: Results) -> None:
-    for moments in (False, True):
-        job = _Job(rig, moments=moments)
-        receiver = _Receiver(rig, job)
-        if not moments:
-            _on_the_device(rig, results, job, receiver)
-        _offloaded_before(
-            rig,
-            results,
-            job,
-            receiver,
-            f"{_OFFLOADED}, with its optimizer" if moments else _OFFLOADED,
-        )
-        job.manager.close()
-        del job, receiver
-        rig.empty_cache()
-
-
-def _on_the_device(rig: Rig, results: Results, job: _Job, receiver: _Receiver) -> None:
-    """Each step is published before it is offloaded."""
+    job = _Job(rig)
+    receiver = _Receiver(rig, job)
     whole_bytes = sum(tensor.nbytes for tensor in receiver.weights.values())
     sent, elements, taken, whole = list[int](), list[int](), list[float](), list[float]()
     for index in range(rig.pick(3, 10, 21)):
@@ -170,47 +144,7 @@ def _on_the_device(rig: Rig, results: Results, job: _Job, receiver: _Receiver) -
         8 * sum(len(r.chunk_sizes) for r in job.handle.storage.ranges),
         "bytes",
     )
-
-
-def _offloaded_before(
-    rig: Rig, results: Results, job: _Job, receiver: _Receiver, scenario: str
-) -> None:
-    """Each step is offloaded before it is published. By turns the offload records what it changes,
-    and does not."""
-    offloads: dict[bool, list[float]] = {True: [], False: []}
-    sent, recorded, taken = list[int](), list[int](), list[float]()
-    for index in range(rig.pick(4, 12, 22)):
-        records = index % 2 == 0
-        job.manager.enter("train")
-        job.step()
-        for r in job.handle.storage.ranges if not records else ():
-            r.pages.record = None
-        seconds = rig.seconds(job.manager.leave)
-        nbytes = sum(r.record_bytes for r in job.handle.storage.ranges)
-        job.manager.enter("weight_sync")
-        found = receiver.sync()
-        receiver.compare()
-        job.manager.leave()
-        if index > 1:  # the first of each kind takes memory
-            offloads[records].append(seconds)
-        if records:
-            recorded.append(nbytes)
-            taken.append(found[0])
-            sent.append(found[1])
-    with_record, without = statistics.median(offloads[True]), statistics.median(offloads[False])
-    results.add(scenario, "placement", "offload that records its changes", with_record, "s")
-    results.add(scenario, "placement", "offload that records nothing", without, "s")
-    results.add(scenario, "placement", "the first to the second", with_record / without, "x")
-    results.add(scenario, "placement", "record, host memory", statistics.median(recorded), "bytes")
-    results.add(scenario, "placement", "changes, bytes to send", statistics.median(sent), "bytes")
-    results.add(scenario, "placement", "changes, read and written", statistics.median(taken), "s")
-    results.add(
-        scenario,
-        "placement",
-        "receiver's bits are the whole publication's, every step",
-        receiver.is_equal,
-        "yes=1",
-    )
+    job.manager.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

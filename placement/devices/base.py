@@ -312,10 +312,6 @@ class Device(abc.ABC):
         once."""
         return values.cpu
 
-    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Like `ask`, for an int32 tensor of up to some millions of numbers."""
-        return values.cpu
-
     @abc.abstractmethod
     def memory(self) -> DeviceMemory:
         """Measure the memory. Cheap enough for every phase transition; waits for nothing."""

@@ -104,7 +104,6 @@ class DiskTier:
         ranges, aside = storage.ranges, storage.scanner.reserved
         # also while it is given back
         reserved = max(storage.scanner.reserved_bytes, 0 if aside is None else aside.nbytes)
-        reserved += sum(r.record_bytes for r in ranges)
         shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
         own = sum(r.host.nbytes for r in ranges if not r.is_replica)
         return HostShare(own + shared + reserved, shared + reserved, storage.host_bytes)
@@ -162,11 +161,7 @@ class DiskTier:
         ranges: dict[HostSlab, list[Range]] = {}
         for r in holding.ranges:
             ranges.setdefault(_whole(r.host), []).append(r)
-        aside, fixed_bytes, spills = (
-            holding.scanner.reserved,
-            sum(r.record_bytes for r in holding.ranges),
-            [],
-        )
+        aside, fixed_bytes, spills = holding.scanner.reserved, 0, []
         aside = None if aside is None else _whole(aside)
         if aside is not None and aside not in ranges:
             if self._gives_back and isinstance(aside, Slab):

@@ -306,7 +306,7 @@ def _changes(
     for bucket in publication.buckets(handle.modules_adapter.compute_device, bucket_bytes):
         _require_syncing(handle, begun)
         yield bucket
-    handle.published = publication.complete()
+    handle.published = publication.published
 
 
 def _checked_bytes(handle: Publisher, bucket_bytes: int | str) -> int:

@@ -4,11 +4,9 @@ The values of that version are in the host copy, where they were left when the m
 after it had been published, or when training began again (`Published.keep`). So no second snapshot
 is kept: of each publication only the fingerprints of its pages are, 8 bytes a page. Where they are
 those of the host copy, it has the values that were published, and is compared with the device, bit
-by bit in the published dtype. An offload after that overwrites them. It records the positions of
-what it changes (`storage.changes`), and the next publication takes the values there. Where neither
-can be proved, because the model was trained on before it was offloaded, or somebody wrote the host
-copy, a weight is published whole. So it is where more would be sent otherwise, and where a weight
-is computed from several (merged adapters, converted names).
+by bit in the published dtype. Where they are not, because the model was trained and offloaded since
+then, or the host copy was written, a weight is published whole. So it is where more would be sent
+otherwise, and where a weight is computed from several (merged adapters, converted names).
 
 The old values come to the device bucket by bucket while those before them are compared
 (`ReadAhead`). Pages that have not changed at all are known by their fingerprints, and do not come.
@@ -16,6 +14,7 @@ The old values come to the device bucket by bucket while those before them are c
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +26,17 @@ import torch
 from placement.frameworks.weights import LocalWeight, Part, Reader, Weight
 from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
-from placement.storage.changes import ChangeRecord, RecordedPiece, bits_of
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+
+# the integer type that shows a dtype's bits, by its bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The values as integers. NaN is like itself there, -0.0 is not 0.0, and torch has indexing,
+    unlike for float8_e8m0fnu or uint16."""
+    return values.view(_BITS[values.itemsize])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +157,12 @@ class Publication:
             self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)
         ]
 
-    def complete(self) -> Published:
-        """The receivers have everything. From here on offloads record what they change, where the
-        host copy is this process's alone."""
-        storage, pieces = self._storage, dict[Range, list[RecordedPiece]]()
-        for form, part in zip(self.published.forms, self._parts, strict=True):
-            if form.place is not None and part is not None and part.tensor.is_contiguous():
-                r, start = form.place
-                pieces.setdefault(r, []).append(
-                    RecordedPiece(start, part.tensor.numel(), part.tensor.dtype, form.dtype)
-                )
-        if isinstance(storage, ManagedStorage) and not storage.readonly:
-            for r, prints in self.published.prints.items():
-                if r in pieces and not r.is_replica:
-                    r.pages.record = ChangeRecord(storage.device, pieces[r], prints)
-        return self.published
-
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
-        """The changes in buckets of at most `bucket_bytes`, or of one larger change. Until
-        `complete`, nobody knows what receivers have."""
-        for r in self._storage.ranges:
-            r.pages.record = None
+        """The changes in buckets of at most `bucket_bytes`, or of one larger change. Once all
+        were read, the receivers have `published`."""
         base = (
             None
-            if self._last is None or all(basis is None for basis in self._bases)
+            if self._last is None or all(basis is Basis.NOWHERE for basis in self._bases)
             else self._last.version
         )
         old = Reader(device, self._storage.read_host)
@@ -184,7 +173,7 @@ class Publication:
         compared = [
             part.tensor
             for _, _, part, basis in waiting
-            if part is not None and basis is not None and basis.is_compared
+            if part is not None and basis is Basis.HOST_COPY
         ]
         ahead = ReadAhead(old, [(LocalWeight(each), each.dtype) for each in compared], bucket_bytes)
         bucket = Changes(base, self.published.version)
@@ -192,10 +181,10 @@ class Publication:
             while waiting:
                 (_, weight, _), form, part, basis = waiting.popleft()
                 with plainly():
-                    if basis is not None and basis.is_compared:
+                    if basis is Basis.HOST_COPY:
                         ahead.fetch()
                     change = self._change(form, weight, part, basis, old, new)
-                    if part is not None and basis is not None and basis.is_compared:
+                    if part is not None and basis is Basis.HOST_COPY:
                         ahead.used(part.tensor.nbytes)
                 if bucket and bucket.nbytes + change.nbytes > bucket_bytes:
                     yield bucket
@@ -213,45 +202,32 @@ class Publication:
         finally:
             ahead.end()
 
-    def _basis(self, form: PublishedAs, part: Part | None) -> Basis | None:
-        """Find out from where on the changes of one weight are known; None: it is published
-        whole."""
+    def _basis(self, form: PublishedAs, part: Part | None) -> Basis:
         if self._last is None or part is None or form.place is None:
-            return None
+            return Basis.NOWHERE
         r, start = form.place
         if r.is_shown or r not in self._last.prints or r not in self.published.prints:
-            return None
+            return Basis.NOWHERE
         size = r.chunk_sizes[0]
         last_element = sum(
             stride * max(0, count - 1)
             for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True)
         )
         pages = slice(start // size, (start + last_element * part.tensor.itemsize) // size + 1)
-        last, now = self._last.prints[r], self.published.prints[r]
-        if now[pages].equal(last[pages]):
-            return Basis(None, False)
-        host = (
-            r.pages.prints.cpu() if r.pages.prints is not None and self._storage.on_device else None
-        )
-        if host is not None and host[pages].equal(last[pages]):
-            return Basis(None, True)
-        record = r.pages.record
-        if (
-            record is None
-            or (piece := record.piece(start, part.tensor.numel(), part.tensor.dtype, form.dtype))
-            is None
-        ):
-            return None
-        if record.has(pages, now):
-            return Basis(piece, False)
-        return Basis(piece, True) if host is not None and record.has(pages, host) else None
+        last, now = self._last.prints[r][pages], self.published.prints[r][pages]
+        if now.equal(last):
+            return Basis.PRESENT
+        host = r.pages.prints if self._storage.on_device else None
+        if host is not None and host.cpu()[pages].equal(last):
+            return Basis.HOST_COPY
+        return Basis.NOWHERE
 
     def _change(
         self,
         form: PublishedAs,
         weight: Weight,
         part: Part | None,
-        basis: Basis | None,
+        basis: Basis,
         old: Reader,
         new: Reader,
     ) -> WeightChange:
@@ -260,60 +236,27 @@ class Publication:
             return WeightChange(
                 form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype)
             )
-        if basis is None:
-            return WeightChange(
-                form.name,
-                shape,
-                part.offset,
-                form.part,
-                None,
-                new.read(part.tensor, dtype).contiguous().view(-1),
-            )
-        known = (
-            torch.empty(0, dtype=torch.int32, device=new.device)
-            if basis.piece is None
-            else basis.piece.positions(new.device)
-        )
-        if not basis.is_compared:
-            now = (
-                part.tensor.detach()
-                if self._storage.on_device or not len(known)
-                else self._storage.read_host(part.tensor)
-            )
-            assert now is not None  # it has a place in the range
-            values = (
-                bits_of(now.reshape(-1))[known.to(now.device, torch.int64)]
-                .view(now.dtype)
-                .to(dtype)
-            )
-            return WeightChange(
-                form.name, shape, part.offset, form.part, known, values.to(new.device)
-            )
+        if basis is Basis.PRESENT:
+            positions = torch.empty(0, dtype=torch.int32, device=new.device)
+            values = torch.empty(0, dtype=dtype, device=new.device)
+            return WeightChange(form.name, shape, part.offset, form.part, positions, values)
         values = new.read(part.tensor, dtype).contiguous().view(-1)
-        before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
-        differs = bits_of(values) != bits_of(before)
-        differs[known.to(torch.int64)] = True
-        found = differs.nonzero().view(-1)
-        positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
-        if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
-            return WeightChange(
-                form.name,
-                shape,
-                part.offset,
-                form.part,
-                positions,
-                bits_of(values)[found].view(dtype),
-            )
+        if basis is Basis.HOST_COPY:
+            before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
+            found = (bits_of(values) != bits_of(before)).nonzero().view(-1)
+            positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
+            if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
+                changed = bits_of(values)[found].view(dtype)
+                return WeightChange(form.name, shape, part.offset, form.part, positions, changed)
         return WeightChange(form.name, shape, part.offset, form.part, None, values)
 
 
-class Basis(NamedTuple):
-    """From where on a weight's changes have still to be found."""
+class Basis(enum.Enum):
+    """Where the values are that the receivers have of a weight."""
 
-    piece: RecordedPiece | None  # the record up to then; None: nothing had changed
-    is_compared: bool
-    """Whether the host copy has the values of then, with which the present ones are compared. Else
-    these are those of then."""
+    PRESENT = enum.auto()  # they are the present ones
+    HOST_COPY = enum.auto()  # in the host copy, which is compared with the device
+    NOWHERE = enum.auto()  # the weight is published whole
 
 
 def _form(

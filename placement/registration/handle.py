@@ -415,17 +415,14 @@ class Handle:
         the `version` that receivers have afterwards, to be given as `since` the next time, and the
         `base` that they must have before, None if they need none because everything is whole.
 
-        An offload after a complete publication compares what it copies with the host copy, and
-        records which positions have changed. That takes memory for four slices of 64 MiB on the
-        device, and 4 bytes of host memory a position, until the next publication.
-
-        A weight is whole where neither the host copy nor the record proves what has changed: the
-        first time, after an early end, after a write into the host copy (a state dict,
-        `checkpoint.load`) or an offload that failed, where more than one element in eight has
-        changed between two publications, and where `dtype`, the names or the places are others than
-        then. So it is where more would be sent otherwise, and where it is computed (merged
-        adapters, converted names, quantised). If the model is still on the device when training
-        begins again, it is first copied to the host copy, as an offload would do it.
+        The device is compared with the host copy, which has the last publication's values until an
+        offload or an asynchronous checkpoint overwrites them. So publish before that: a weight that
+        was trained and offloaded since then is whole. So it is the first time, after an early end,
+        after a write into the host copy (a state dict, `checkpoint.load`) or an offload that
+        failed, and where `dtype`, the names or the places are others than then. It is whole, too,
+        where more would be sent otherwise, and where it is computed (merged adapters, converted
+        names, quantised). If the model is still on the device when training begins again, it is
+        first copied to the host copy, as an offload would do it.
 
         Args:
             since: the `version` that the receivers have; None if they have none. Any other version

@@ -393,14 +393,10 @@ class ManagedStorage(AdoptedStorage):
             device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
                 self.make_host_copy_own(r)
-                if r.pages.record is not None:
-                    r.pages.record.expect(0, host_prints, device_prints)
                 r.pages.save(changed)
             prints.append((r, device_prints))
         self.device.wait(self.device.mark("to_host"))
         for r, device_prints in prints:
-            if r.pages.record is not None:
-                r.pages.record.finish()
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
             r.pages.prints = device_prints
 

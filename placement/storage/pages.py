@@ -34,14 +34,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk, Copy, Direction, HostSlab, Mark
-from placement.storage.changes import ChangeRecord
 
 
 class Side(enum.Flag):
@@ -117,8 +115,6 @@ class Pages:
         # whether the thread of a prefetch may put memory aside for more pages at any time
         self.is_receiving = False
         self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
-        # compares what is saved with what the host copy had
-        self.record: ChangeRecord | None = None
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -186,16 +182,6 @@ class Pages:
                 )
             )
         return found
-
-    def on_device(self, copy: Copy) -> torch.Tensor:
-        """The device's bytes of a part of such a copy, uint8."""
-        start = copy.host_address - self.host.address
-        aside, own = self._aside, self._addresses
-        return self._device.view(
-            own if aside is None or copy.device_address == own.base + start else aside,
-            start,
-            copy.nbytes,
-        )
 
     # --- memory
 
@@ -296,12 +282,7 @@ class Pages:
         return self.bytes_to_save(unsaved)
 
     def _start_saving(self, unsaved: Sequence[int]) -> None:
-        _copy(
-            self._device,
-            [(self, unsaved)],
-            "to_host",
-            None if self.record is None else partial(self.record.save, self),
-        )
+        _copy(self._device, [(self, unsaved)], "to_host")
 
     def note_clean(self, indices: Iterable[int]) -> None:
         """The host copy has the same bytes as these pages on the device, or what they have there
@@ -472,7 +453,6 @@ class Pages:
 
 
 Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending
-Start = Callable[[Sequence[Copy], Direction], None]
 
 
 def fill(device: Device, parts: Sequence[Part]) -> int:
@@ -486,11 +466,9 @@ def fill(device: Device, parts: Sequence[Part]) -> int:
     return sum(pages.used_bytes_of(those) for pages, those in lacking)
 
 
-def _copy(
-    device: Device, parts: Sequence[Part], direction: Direction, start: Start | None = None
-) -> None:
+def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
     """Start copying pages that have memory. Both sides count as newest from now on, and the mark
-    tells when they are. `start`: starts the copies; None: `Device.copy`."""
+    tells when they are."""
     if not parts:
         return
     moving = [pages.table[index] for pages, those in parts for index in those]
@@ -499,7 +477,7 @@ def _copy(
     copies: list[Copy] = []
     for pages, those in parts:
         copies += pages.copies(those)
-    (start or device.copy)(copies, direction)
+    device.copy(copies, direction)
     mark = device.mark(direction)
     for page in moving:
         page.newest, page.mark = Side.BOTH, mark

@@ -91,14 +91,8 @@ class Range:
 
     @property
     def held_host_bytes(self) -> int:
-        """Bytes of host memory that it holds in this process: its share of the slab, and the record
-        of changes."""
-        return self.host.held_bytes + self.record_bytes
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of host memory for what has changed since a publication."""
-        return 0 if self.pages.record is None else self.pages.record.nbytes
+        """Bytes of host memory that it holds in this process: its share of the slab."""
+        return self.host.held_bytes
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""

@@ -14,10 +14,9 @@ from placement.core import interrupts
 from placement.devices.host.slab import wait_until_ready
 from placement.devices.memory import HostSlab
 
-# the memory of small answers: a thousand words are enough for the fingerprints of 128 GiB in chunks
-# of 128 MiB
+# the memory of answers: a thousand words are enough for the fingerprints of 128 GiB in chunks of
+# 128 MiB
 NUM_BYTES = 128 << 10
-MOST_BYTES = 16 << 20  # the memory of large answers
 
 
 class Exported:
@@ -72,12 +71,11 @@ class _Answer:
 
 
 class Answers:
-    """Brings tensors of one integer type to the host, one behind the other in memory that is used
-    again when it is full."""
+    """Brings int64 tensors to the host, one behind the other in memory that is used again when it
+    is full."""
 
-    def __init__(self, words: HostWords, dtype: torch.dtype) -> None:
-        self._host = words.host.view(dtype)
-        self._device = None if words.device is None else words.device.view(dtype)
+    def __init__(self, words: HostWords) -> None:
+        self._host, self._device = words.host, words.device
         self._waiting: list[_Answer] = []
         self._used = 0
 

@@ -16,7 +16,7 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.base import Adopter, Device, check_span, round_up
 from placement.devices.cuda import communicators, pool
-from placement.devices.cuda.answers import MOST_BYTES, NUM_BYTES, Answers, Exported, HostWords
+from placement.devices.cuda.answers import NUM_BYTES, Answers, Exported, HostWords
 from placement.devices.cuda.driver import Driver, Life, Lives, Pinning
 from placement.devices.cuda.fingerprint_kernel import kernel_of
 from placement.devices.cuda.mapping import DriverChunk, Extent
@@ -81,7 +81,6 @@ class CudaDevice(Device):
         self._ranges = Lives()
         self._poison: Poison | None = None
         self._answers: Answers | None = None
-        self._large_answers: Answers | None = None
         self._pinning = Pinning(self._driver)
         # about: another thread that frees a tensor at the same moment is counted, too
         self.ipc_collected_bytes = 0
@@ -306,12 +305,6 @@ class CudaDevice(Device):
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return values.cpu if self._answers is None else self._answers.ask(values)
 
-    def send(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if self._large_answers is None:
-            with contextlib.suppress(HostMemoryError):
-                self._large_answers = Answers(self._words(MOST_BYTES), torch.int32)
-        return values.cpu if self._large_answers is None else self._large_answers.ask(values)
-
     def memory(self) -> DeviceMemory:
         self._collect_shared()
         pool.reap()
@@ -356,7 +349,7 @@ class CudaDevice(Device):
                     f"{self.name}: not enough device memory for the check of the poison: {exc}"
                 ) from exc
             with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
-                self._answers = Answers(self._words(NUM_BYTES), torch.int64)
+                self._answers = Answers(self._words(NUM_BYTES))
             kernel_of(self.torch_device)  # compiled here, or the first load would wait for it
         return self._poison
 
@@ -418,5 +411,5 @@ class CudaDevice(Device):
         self._collect()
         # only the poison's own range, and that of `wipe`
         if len(self._ranges.owned) <= 1 + (self._wiping is not None):
-            self._poison = self._answers = self._large_answers = self._wiping = None
+            self._poison = self._answers = self._wiping = None
             self._collect()

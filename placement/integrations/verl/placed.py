@@ -227,9 +227,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     _manual: Any = None  # the hold that `to` opened
     # the parts that `to` was asked to bring to the device: "model", "optimizer"
     _manual_parts: frozenset[str] = frozenset()
-    # whether delta syncs send what offloads have recorded; else verl compares with a copy of its
-    # own
-    _records = False
+    # whether delta syncs compare with the host copy; else verl compares with a copy of its own
+    _compares_host_copy = False
 
     def initialize(self) -> None:
         self._end_manual()
@@ -398,24 +397,25 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         )
 
     def prime_delta_snapshots(self) -> None:
-        """verl pins a copy of all shards. Here offloads record what they change since the version
-        of now."""
+        """verl pins a copy of all shards. Here the fingerprints of the version of now are kept."""
         handle = self._model_handle
         weights = (
             [] if handle is None or handle.external or self._computes_to_publish else self._shards()
         )
-        self._records = bool(weights) and all(weight.part() is not None for _, weight, _ in weights)
-        if self._records and handle is not None:
-            handle.published = Changes(handle.storage, weights, None).complete()
+        self._compares_host_copy = bool(weights) and all(
+            weight.part() is not None for _, weight, _ in weights
+        )
+        if self._compares_host_copy and handle is not None:
+            handle.published = Changes(handle.storage, weights, None).published
         else:
             super().prime_delta_snapshots()
 
     def get_per_tensor_param_delta_shard(
         self, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any] | None]:
-        """verl's own, from what offloads have recorded. A shard of which that is not known has
-        every position among its changes."""
-        if not self._records:
+        """verl's own, compared with the host copy. A shard that was trained and offloaded since the
+        last delta sync has every position among its changes."""
+        if not self._compares_host_copy:
             return super().get_per_tensor_param_delta_shard(*args, **kwargs)  # type: ignore[no-any-return]
         changes, peft_config = self._published(lambda: (self._changes(), None), of_shards=True)
         return self._delta_entries(changes), peft_config
@@ -451,7 +451,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
                     each.values,
                     everywhere if each.positions is None else each.positions.long(),
                 )
-        handle.published = publication.complete()
+        handle.published = publication.published
 
     def _delta_entries(
         self, changes: Iterator[tuple[str, torch.Tensor, torch.Tensor]]

@@ -120,8 +120,6 @@ class Departure:
     comparisons: dict[Range, Comparison] = field(default_factory=dict)
     copied_bytes: int = 0
     skipped_bytes: int = 0
-    # whether the pages that are saved are compared with the host copy (`ChangeRecord`)
-    is_compared: bool = False
     dropped: tuple[Range, ...] | None = None  # see `ManagedStorage.commit_offload`
     aside_bytes: int = 0  # device bytes of pages that may stay aside, beside those that do already
 
@@ -332,11 +330,9 @@ class Exchange:
             self.device.wait(self.device.mark("to_host"))
             for each in departures:
                 self.verifier.check_newborn(each.holding, each.fresh)
-        # The copies of what is compared come last, and then its memory is vacated last.
-        order = sorted(departures, key=lambda each: each.is_compared)
-        for each in order:
+        for each in departures:
             self._enqueue_rest(each)
-        for each in order:
+        for each in departures:
             self._vacate(each, waits=True)
         mark = self.device.mark("to_host")
         for each in departures:
@@ -382,11 +378,8 @@ class Exchange:
             each.copied_bytes or each.holding.is_written_together for each in departures
         ):
             for each in departures:
-                # Comparing takes as long as the copies. Where nobody waits for the memory, the rest
-                # is compared later, in `_move_out`.
-                if self._puts_aside or self._arrivals or not each.is_compared:
-                    while each.waiting:
-                        self._enqueue_part(each)
+                while each.waiting:
+                    self._enqueue_part(each)
         self.while_copying()
 
     def _enqueue_rest(self, departure: Departure) -> None:
@@ -441,7 +434,7 @@ class Exchange:
         indices, changed = comparison.take()
         if not comparison.num_left:
             departure.waiting.popleft()
-        prints, record = comparison.device_prints[indices.start : indices.stop], r.pages.record
+        prints = comparison.device_prints[indices.start : indices.stop]
         comparison.wrong += changed if comparison.keeps_host_copy else ()
         dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
         r.pages.note_clean(indices)
@@ -449,9 +442,6 @@ class Exchange:
         comparison.num_next = (
             comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
         )
-        if record is not None and record.expect(indices.start, comparison.host_prints, prints):
-            departure.is_compared, comparison.num_next = True, _LEAD
-            departure.ask_more()  # before the copies, because comparing takes as long as they do
         if dirty:
             r.pages.prints = None
         if not self._puts_aside:
@@ -513,13 +503,6 @@ class Exchange:
 
     def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
         moved = {}
-        for record in [
-            record
-            for each in departures
-            for r in each.holding.ranges
-            if (record := r.pages.record) is not None
-        ]:
-            record.finish()
         for each in departures:
             prints = [
                 (r, compared.device_prints)

@@ -493,13 +493,13 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
     else has read half of one from ours.
 
     Returns what placement loaded for the delta syncs, the shares that changed, and the host memory
-    by which each knows that.
+    that each keeps for it.
     """
     subjects: tuple[Subject, Subject] = pair(model, lr=lr)
     rollouts = Rollout(), Rollout()
     engines = [delta_engine(rollout) for rollout in rollouts]
     handle = subjects[1].manager.handles["actor"]  # type: ignore[union-attr]
-    found: dict[str, Any] = {"loaded": 0, "own": [], "ours": [], "recorded": [], "kept": []}
+    found: dict[str, Any] = {"loaded": 0, "own": [], "ours": [], "kept": []}
     for step in range(6):
         for subject in subjects:
             for seed in range(step and 1 + (step == 3)):
@@ -508,7 +508,6 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
             entries, _ = subjects[1].engine.get_per_tensor_param_delta_shard()
             next(entries)
             entries.close()
-        found["recorded"].append(sum(r.record_bytes for r in handle.storage.ranges))
         before = handle.counters.loaded_bytes
         told = [
             asyncio.run(engine.send_weights(subject.engine, step))
@@ -533,7 +532,7 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
-def test_delta_syncs_of_verl_send_what_offloads_have_recorded(
+def test_delta_syncs_of_verl_send_every_shard_that_was_trained(
     two_ranks: Ranks, model: Path, lr: float
 ) -> None:
     """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the
@@ -542,25 +541,9 @@ def test_delta_syncs_of_verl_send_what_offloads_have_recorded(
     for rank in (first, second):
         assert rank["loaded"] == 0
         assert rank["kept"][0] > 0 == rank["kept"][1]
-        recorded = [nbytes / rank["kept"][0] for nbytes in rank["recorded"]]
-        assert recorded[0] == recorded[4] == 0  # given up by who reads half
-        assert (
-            all(0 < share < 0.2 for share in (*recorded[1:4], recorded[5]))
-            if lr < 1e-3
-            else not any(recorded[1:])
-        )
     assert second["own"] == second["ours"] == [None] * 6  # only the first rank sends
-    own, ours = first["own"], first["ours"]
-    assert own[0] == ours[0] == ours[4] == 1.0
-    if lr < 1e-3:
-        assert all(0 < share < 0.1 for share in own[1:])
-        assert all(
-            mine == pytest.approx(its, rel=0.1) and mine >= its
-            for mine, its in zip(ours[1:4], own[1:4], strict=True)
-        )
-    else:  # more than the record is kept for
-        assert all(0.5 < share < 1 for share in own[1:])
-        assert ours[1:] == [1.0] * 5
+    assert first["own"][0] == 1.0 > max(first["own"][1:]) > 0
+    assert first["ours"] == [1.0] * 6
 
 
 @on_ranks("two_ranks")
