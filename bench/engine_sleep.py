@@ -193,7 +193,7 @@ class _Turns:
         weights = self._subject.weights
         with torch.no_grad():
             for place in places or range(len(weights)):
-                weights[place].data.view(torch.int16).bitwise_xor_(1)
+                weights[place].data.view(torch.int16).add_(1)
 
     def _turn(self, name: str, level: int = 1, tags: Sequence[str] = ()) -> dict[str, float]:
         """Sleep and wake with one backend. Returns seconds, bytes, and whether all was equal."""
