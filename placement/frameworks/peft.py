@@ -22,6 +22,7 @@ _WRITTEN = "given the weights of an adapter"
 _SAVED = "saved by PEFT, which reads tensors past the state dict"
 _PROMPTED = "asked for its prompt"
 
+_MERGING = ("merge_adapter", "unmerge_adapter", "merge_and_unload")
 _FUNCTIONS = (
     (Named("peft.utils.hotswap", "hotswap_adapter_from_state_dict"), _WRITTEN),
     (Named("peft.utils.hotswap", "prepare_model_for_compiled_hotswap"), "padded"),
@@ -30,9 +31,12 @@ _FUNCTIONS = (
     (Named("peft.tuners.lora.intruders", "reduce_intruder_dimension"), _COMPUTED),
     (Named("peft.tuners.lora.conversion", "convert_to_lora"), "converted to LoRA"),
     *((Named(each.module, f"{each.name}.from_pretrained"), _WRITTEN) for each in _MODELS),
+    *((Named(_TUNER.module, f"{_TUNER.name}.{name}"), _MERGED) for name in _MERGING),
+    (Named("peft.tuners.lora.model", "LoraModel.add_weighted_adapter"), _COMPUTED),
 )
-"""Functions that change or convert adapters. Each looks at all modules of the model before."""
-_INJECT = Named(_TUNER.module, "BaseTuner.inject_adapter")
+"""Functions that change or convert adapters, and methods of tuners, which may be made after the
+model was registered. Each looks at all modules of the model before."""
+_INJECT = Named(_TUNER.module, f"{_TUNER.name}.inject_adapter")
 
 _COMPUTED_TYPES = frozenset(
     {"ADAMSS", "DEFT", "DELORA", "FROD", "LN_TUNING", "OSF", "PSOFT", "SUPERTUNING", "TINYLORA"}
@@ -57,7 +61,7 @@ class PEFT(Framework):
             }
         if _TUNER.is_of(obj):
             return {
-                **dict.fromkeys(("merge_adapter", "unmerge_adapter", "merge_and_unload"), _MERGED),
+                **dict.fromkeys(_MERGING, _MERGED),
                 "set_adapter": _what_unmerges,
                 "inject_adapter": _what_injects,
                 "add_weighted_adapter": _COMPUTED,

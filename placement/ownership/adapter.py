@@ -26,7 +26,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import reference
+from placement.core.interrupts import WeakIdSet, reference
 from placement.frameworks.base import Framework
 from placement.tensors.plain import (
     OBJECT_LEVELS,
@@ -52,6 +52,10 @@ _FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, p
 tensor is in these."""
 _ALIVE: Any = weakref.ref.__call__
 _FEW = 8  # the number of parameters that tell whether there are gradients
+
+HANDED_BACK: WeakIdSet[torch.Tensor] = WeakIdSet()
+"""State that optimizers got back on the CPU when they left placement. It is not there on purpose:
+it moves again where the optimizer is registered again."""
 
 TRACK = "or register it with external=True to have it tracked and never moved"
 

@@ -14,7 +14,7 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.interrupts import WeakIdSet, reference
 from placement.frameworks.base import answering, asked, own_state, stepped_for
-from placement.ownership.adapter import TRACK, Adapter, Seen, SteadyState, refusal
+from placement.ownership.adapter import HANDED_BACK, TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -213,7 +213,8 @@ class OptimizerAdapter(Adapter):
         device, and must follow them. Other step functions may keep state on the CPU on purpose."""
         may_stay = self.external is None and part.is_cpu
         return may_stay and (
-            self.is_counter(leaf.optimizer, key, group, part) or not self.follows(leaf.optimizer)
+            self.is_counter(leaf.optimizer, key, group, part)
+            or not (self.follows(leaf.optimizer) or part in HANDED_BACK)
         )
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:

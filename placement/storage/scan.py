@@ -27,7 +27,7 @@ from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.slab import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
-from placement.ownership.adapter import Adapter, Seen
+from placement.ownership.adapter import HANDED_BACK, Adapter, Seen
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import (
     ALIGNMENT,
@@ -553,6 +553,8 @@ class StorageScanner:
             for each in everything
             if RANGES.owner_of(each.tensor.untyped_storage().data_ptr()) is not None
         )
+        if self.adapter.kind == "optimizer" and not on_device:
+            HANDED_BACK.update(own)
         follow((*everything, *others))
         self.align_wrappers()
         align_all(others)

@@ -352,6 +352,25 @@ def test_a_change_of_a_layer_that_was_put_into_a_model_without_pefts_own(tmp_pat
     manager.close()
 
 
+@pytest.mark.parametrize("name", ["merge", "merge and unload", "weighted, svd"])
+def test_a_change_by_a_tuner_that_was_made_after_the_registration(
+    name: str, tmp_path: Path
+) -> None:
+    model = Model()
+    manager = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        around = peft.get_peft_model(model, config())
+        around.add_adapter("second", config())
+    before = _numbers(around)
+    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED"):
+        CHANGES[name](around, tmp_path)
+    assert _numbers(around) == before
+    with manager.phase("log_prob"):
+        CHANGES[name](around, tmp_path)
+    manager.close()
+
+
 def test_an_adapter_by_transformers_that_is_computed_from_weights_can_be_added_later() -> None:
     """Transformers notes that there is an adapter before it makes the first one."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TINY))

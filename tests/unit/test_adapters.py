@@ -13,10 +13,12 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import placement
 from placement.core.errors import RegistrationError
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.testing import SimulatedDevice
 
 CPU = torch.device("cpu")
 
@@ -208,6 +210,30 @@ def test_the_twin_has_to_the_byte_the_state_that_a_step_creates(options: dict[st
     assert expected == [
         item.tensor.untyped_storage().nbytes() for item in adapt_optimizer(optimizer).owned()
     ]
+
+
+def test_state_on_the_cpu_that_was_handed_back_moves_again() -> None:
+    """An optimizer of another package may step state on the CPU. What placement has left there
+    is none."""
+
+    class Other(optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    net = nn.Linear(2, 2)
+    optimizer = Other(net.parameters())
+    step([*net.parameters()], optimizer)
+
+    def moving() -> list[str]:
+        adapter = OptimizerAdapter(optimizer, name="adam", compute_device=torch.device("meta"))
+        return [item.name.rpartition(".")[2] for item in adapter.owned()]
+
+    assert moving() == []
+    manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 22, chunk_bytes=4096))
+    manager.register("actor", net)
+    manager.register("adam", optimizer)
+    manager.close()
+    assert moving() == ["exp_avg", "exp_avg_sq"] * 2
 
 
 def test_the_twin_touches_nothing_of_the_user() -> None:
