@@ -45,7 +45,7 @@ class RoundTrips:
     Args:
         changing: whether to write every element on the device before each offload.
         budget_seconds: the limit after the cold cycle. Slow systems get fewer than the 2 and 5
-        cycles, but at least one measured cycle.
+            cycles, but at least one measured cycle.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Mover:
     Attributes:
         object: the module or optimizer, None before `build`.
         moved_to_host, moved_to_device: bytes so far. A peer always copies everything; placement
-        reports what it copied.
+            reports what it copied.
     """
 
     name: str

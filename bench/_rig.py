@@ -27,8 +27,7 @@ class Rig:
 
     Attributes:
         device: "cuda:0" or "simulated". In a simulated run placement works in host memory and peers
-        copy from CPU to CPU. That shows
-            that a benchmark runs, but says nothing about speed.
+            copy from CPU to CPU. That shows that a benchmark runs, but says nothing about speed.
         size: "full" as in the README; "quick" is about a third of the bytes; "tiny" is for a test.
         only: the systems to measure; none means all.
     """

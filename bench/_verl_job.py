@@ -27,7 +27,8 @@ class Job:
     Attributes:
         steps: verl's own metrics, a dictionary a step.
         events: when each phase began and ended, and the snapshots of placement's managers after
-        each step. output: all that its processes printed.
+            each step.
+        output: all that its processes printed.
     """
 
     steps: list[dict[str, Any]]

@@ -163,7 +163,7 @@ class Manager:
 
         Args:
             keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device`
-            or a policy object here.
+                or a policy object here.
 
         An error about a value has a note that tells the variables of the environment.
         """
@@ -298,8 +298,9 @@ class Manager:
 
         Raises:
             PhaseError: no handle has this name, or a registered optimizer steps it: unregister the
-            optimizer first. DeviceMemoryError: `on_device` was asked, and the handle does not fit.
-            It stays registered.
+                optimizer first.
+            DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays
+                registered.
         """
         with self._stack.lock.transition():
             found = self._stack.known(handle)
@@ -318,8 +319,7 @@ class Manager:
 
         Args:
             on_device: handles or their names, whose tensors are handed back on the device, for code
-            that goes on with them. All others
-                are handed back on the host.
+                that goes on with them. All others are handed back on the host.
 
         Raises:
             PhaseError: a phase is open; leave it first. Or no handle has one of the names.
@@ -352,13 +352,13 @@ class Manager:
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.
             only: handles or their names. The phase concerns these handles and the optimizers that
-            step them; all other handles stay
-                as in the enclosing phase. If that does not fit the budget, handles that neither
-                phase needs are offloaded, cheapest first.
+                step them; all other handles stay as in the enclosing phase. If that does not fit
+                the budget, handles that neither phase needs are offloaded, cheapest first.
 
         Raises (on entering):
             PhaseError: another thread or asyncio task has a phase open, or a CUDA graph is being
-            captured. PolicyError: the policy gave no valid plan. Nothing has moved.
+            captured.
+            PolicyError: the policy gave no valid plan. Nothing has moved.
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
             Exception: the error that stopped the moves. The handles that were on the device before
             are there again.
@@ -395,8 +395,8 @@ class Manager:
 
         Args:
             error: the exception that ended the phase, if any. The phase is then left as a `with`
-            statement leaves it on an exception:
-                failures of leaving become notes on this exception, instead of being raised.
+                statement leaves it on an exception: failures of leaving become notes on this
+                exception, instead of being raised.
 
         Raises:
             PhaseError: no phase was opened with `enter`.
@@ -426,7 +426,8 @@ class Manager:
 
         Raises:
             PhaseError: a phase is open; leave it first. Nothing is lost by leaving, even if a
-            decision is unknown. ValueError: `group` is not a group, or a decision of it is unknown.
+                decision is unknown.
+            ValueError: `group` is not a group, or a decision of it is unknown.
             Exception: a handle could not be moved where it belongs. The old group stays in use.
         """
         with self._stack.lock.transition():
@@ -489,15 +490,15 @@ class Manager:
         Args:
             port: the TCP port; 0 takes a free one.
             address: the address to listen on. The default is loopback, because everybody who can
-            connect can read what this worker does. discovery: a folder for Prometheus' file-based
-            service discovery. The worker keeps a file of its own there until the server
-                closes. None: `Settings.discovery`.
+                connect can read what this worker does.
+            discovery: a folder for Prometheus' file-based service discovery. The worker keeps a
+                file of its own there until the server closes. None: `Settings.discovery`.
             identity: the worker's identity in its run (rank, node, ...). None: taken from the
-            environment that torchrun or Slurm sets.
+                environment that torchrun or Slurm sets.
 
         Raises:
             PlacementError: the address or port cannot be bound, the folder cannot be written, or
-            the manager is closed.
+                the manager is closed.
         """
         from placement.observe.discovery import Identity
         from placement.observe.server import MetricsServer

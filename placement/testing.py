@@ -78,7 +78,8 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
     Attributes:
         device: the other device. Its attributes can also be read from the `Faults` object.
         calls: the number of calls so far by operation, including failed ones. A sweep over all
-        calls goes from 1 to this number. fired: the number of calls that were failed.
+            calls goes from 1 to this number.
+        fired: the number of calls that were failed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -93,9 +94,8 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
 
         Args:
             operation: `host` (reserve host memory) raises `HostMemoryError`; `reserve` (addresses),
-            `create` (a chunk) and `map` (chunks
-                behind addresses) raise `DeviceMemoryError`; `copy` and `sync` raise
-                `InjectedFault`. Waiting for a mark counts as `sync`.
+                `create` (a chunk) and `map` (chunks behind addresses) raise `DeviceMemoryError`;
+                `copy` and `sync` raise `InjectedFault`. Waiting for a mark counts as `sync`.
             at: which call fails, counted from now on; 1 is the next.
             forever: let all calls after it fail, too.
 

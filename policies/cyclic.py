@@ -42,11 +42,10 @@ class Cyclic(Colocated):
 
     Args:
         cycle: the phases of one step in order, such as `("rollout", "log_prob", "train",
-        "weight_sync")`, so that the policy need not
-            learn them. A phase outside the cycle counts as put in between.
+            "weight_sync")`, so that the policy need not learn them. A phase outside the cycle
+            counts as put in between.
         idle: "keep": outside every phase, what is needed soonest stays, and what the next phase
-        needs arrives early. "empty": nothing is on
-            the device there.
+            needs arrives early. "empty": nothing is on the device there.
         optimizer_in: as in `Colocated`.
         drop_gradients: as in `Colocated`.
     """

@@ -89,8 +89,8 @@ def save(
 
     Raises:
         CheckpointError: a handle cannot be saved like this (the message says how it can), or a
-        write failed. Raised on every rank. NotResidentError, BrokenHandleError: a handle named in
-        `only` has no values.
+            write failed. Raised on every rank.
+        NotResidentError, BrokenHandleError: a handle named in `only` has no values.
     """
     _require_manager(manager)
     with manager._stack.lock.transition():
@@ -196,14 +196,16 @@ def load(
 
     Args:
         only: the handles to load, or their names; None: every module and optimizer that is not
-        readonly.
+            readonly.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit, or an object's own code failed;
-        the message names handle and key. PhaseError: a handle is publishing its weights.
+            the message names handle and key.
+        PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one
-        that needs the device. DeviceMemoryError: handles that need the device do not fit there
-        together. Nothing was loaded: load fewer at once, with `only`.
+            that needs the device.
+        DeviceMemoryError: handles that need the device do not fit there together. Nothing was
+            loaded: load fewer at once, with `only`.
     """
     _require_manager(manager)
     parts: dict[str, Part] = {}

@@ -36,7 +36,7 @@ class DeviceMemoryError(PlacementError):
 
     Attributes:
         wanted_bytes: the device bytes that the handles need together, where the budget is too small
-        for them; else None.
+            for them; else None.
     """
 
     wanted_bytes: int | None = None
@@ -76,8 +76,7 @@ class GroupError(PlacementError):
 
     Attributes:
         failures: the reasons by rank: that of the rank that failed first, and on a rank that
-        failed, too, its own. Ranks that were
-            missing, or did something else, are all named.
+            failed, too, its own. Ranks that were missing, or did something else, are all named.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:

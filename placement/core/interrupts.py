@@ -171,7 +171,7 @@ class BoundedCalls:
 
     Args:
         seconds: the limit for each call. A process that was stopped meanwhile waits a part of it
-        again, since the other side was not late.
+            again, since the other side was not late.
     """
 
     def __init__(self, name: str, seconds: float) -> None:

@@ -111,7 +111,7 @@ class Settings(BaseModel):
 
     Raises:
         ValueError: on construction; names each wrong field (pydantic's `ValidationError` is a
-        ValueError).
+            ValueError).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -240,7 +240,8 @@ class Settings(BaseModel):
 
         Raises:
             ValueError: a key is unknown or a value is wrong; the message names the key and its
-            source. OSError: the file cannot be read.
+                source.
+            OSError: the file cannot be read.
             TypeError: `source` has another type.
         """
         if isinstance(source, Settings):

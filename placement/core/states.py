@@ -184,17 +184,18 @@ class Plan:
 
     Attributes:
         streamed: handles that are used from the host copy, without loading: a model's SYNCING is
-        published from there, and each step of
-            an optimizer that is TRAINING streams the optimizer's state from there and back.
+            published from there, and each step of an optimizer that is TRAINING streams the
+            optimizer's state from there and back.
         dropped: handles whose gradients are set to None, not copied, when this plan takes them out
-        of TRAINING. parts: engines that are on the device in part, with the tags that are; every
-        other engine is there whole. prefetch: device bytes to bring while the phase computes, by
-        handle, in this order. The handles are CPU_OFFLOADED under this plan,
-            and stay so: what has arrived early spares the phase transition that loads them the
-            copy. It is a wish, not a need: the manager brings as much as the budget leaves, and
-            gives the memory back when something else needs it. A handle that leaves the device with
-            this plan keeps its bytes there until they are saved, and then the first in this order
-            get their room.
+            of TRAINING.
+        parts: engines that are on the device in part, with the tags that are; every other engine is
+            there whole.
+        prefetch: device bytes to bring while the phase computes, by handle, in this order. The
+            handles are CPU_OFFLOADED under this plan, and stay so: what has arrived early spares
+            the phase transition that loads them the copy. It is a wish, not a need: the manager
+            brings as much as the budget leaves, and gives the memory back when something else needs
+            it. A handle that leaves the device with this plan keeps its bytes there until they are
+            saved, and then the first in this order get their room.
     """
 
     targets: Mapping[str, State]

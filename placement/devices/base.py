@@ -155,10 +155,12 @@ class Device(abc.ABC):
 
         Args:
             file: the file's descriptor; may be closed afterwards. The file has at least
-            `round_up(nbytes, page) + extra_bytes` bytes. nbytes: the size of the copy, at the
-            beginning of the file. own: (offset, bytes) of the runs that count for this process and
-            are allocated now, in whole pages. extra_bytes: the size of `SharedHostSlab.extra`,
-            which begins after the copy's last page.
+                `round_up(nbytes, page) + extra_bytes` bytes.
+            nbytes: the size of the copy, at the beginning of the file.
+            own: (offset, bytes) of the runs that count for this process and are allocated now, in
+                whole pages.
+            extra_bytes: the size of `SharedHostSlab.extra`, which begins after the copy's last
+                page.
 
         Raises:
             HostMemoryError: there is not enough host memory.
@@ -205,12 +207,12 @@ class Device(abc.ABC):
 
         Args:
             chunks: full chunks, only the last may be shorter. None of them may be behind an address
-            now. start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
+                now.
+            start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
 
         Raises:
             ValueError: `start` or a size is wrong, the range is too short, another chunk is mapped
-            there, or this device does not hold
-                a chunk. Nothing has changed.
+                there, or this device does not hold a chunk. Nothing has changed.
             DeviceMemoryError: the driver refused. Poison is behind the addresses.
         """
 
@@ -228,7 +230,7 @@ class Device(abc.ABC):
 
         Raises:
             ValueError: `start` is wrong, the range is too short, or the end would split a chunk.
-            Nothing has changed.
+                Nothing has changed.
         """
 
     @abc.abstractmethod
@@ -251,7 +253,7 @@ class Device(abc.ABC):
 
         Args:
             direction: wait for the copies of this direction only, and let the others go on beside
-            the stream's work.
+                the stream's work.
         """
 
     def after(self, mark: Mark) -> AbstractContextManager[None]:
@@ -342,9 +344,8 @@ class Device(abc.ABC):
 
         Args:
             wait: whether to wait for the answer. If not, the call reports the earlier comparison if
-            that is done, and begins the next one.
-                A damage then shows in a later call, at the latest in one that waits. A device that
-                knows the answer at once ignores this.
+                that is done, and begins the next one. A damage then shows in a later call, at the
+                latest in one that waits. A device that knows the answer at once ignores this.
         """
 
     def written_poison(self) -> Sequence[WrittenPoison]:

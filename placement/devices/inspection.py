@@ -67,8 +67,9 @@ class Inspection(Frozen):
 
 def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     """Look at a device and time copies. Takes two buffers of `nbytes` on both sides, or less where
-    there is no room for them. Raises DeviceMemoryError: the device does not even have two free
-    chunks. Raises HostMemoryError: there is not enough host memory for the buffers."""
+    there is no room for them.
+    Raises DeviceMemoryError: the device does not even have two free chunks.
+    Raises HostMemoryError: there is not enough host memory for the buffers."""
     memory, available = device.memory(), available_bytes()
     room = min(nbytes, memory.free_bytes // 4, available // 4)
     buffers = _Buffers(device, max(1, room // device.chunk_bytes) * device.chunk_bytes)
@@ -194,8 +195,8 @@ class _Buffers:
 
 def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None:
     """A function that places host memory on the node of a GPU (`name`), see `prefer`. None: the
-    machine has one, or does not say. `pci_address`: domain, bus, device and function, such as
-    "0000:3b:00.0"."""
+    machine has one, or does not say.
+    `pci_address`: domain, bus, device and function, such as "0000:3b:00.0"."""
     count, node = num_nodes(system), node_of(pci_address, system)
     if count >= 2 and node is not None:
         logger.info(

@@ -26,7 +26,8 @@ _WITHOUT_ONE = (
 
 def name_or_device(given: object) -> str | Device:
     """The name or the `Device` that `Manager(device=...)` was given. A `torch.device` stands for
-    its name, a number N for "cuda:N". Raises TypeError: it is none of these."""
+    its name, a number N for "cuda:N".
+    Raises TypeError: it is none of these."""
     if isinstance(given, str | Device):
         return given
     if isinstance(given, torch.device):

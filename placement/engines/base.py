@@ -59,7 +59,7 @@ class Engine(abc.ABC):
 
         Raises:
             EngineError: the engine does not have a name or shape. Nothing of the bucket has been
-            copied.
+                copied.
         """
 
 
@@ -68,8 +68,8 @@ class TorchEngine(Engine):
 
     Args:
         module: The model, with the names and shapes that are published to it: plain, compiled, with
-        adapters, under DDP, FSDP1, FSDP2
-            or tensor parallelism. The manager holds a registered engine, and with it the module.
+            adapters, under DDP, FSDP1, FSDP2 or tensor parallelism. The manager holds a registered
+            engine, and with it the module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

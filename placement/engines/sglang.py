@@ -69,14 +69,12 @@ class SglangServer(ServedEngine, _Sglang):
     Args:
         url: "http://127.0.0.1:30000".
         send: sends one bucket of weights to the server (`/update_weights_from_tensor`, a broadcast,
-        ...); None: weights come another
-            way, and you call `weights_filled`.
+            ...); None: weights come another way, and you call `weights_filled`.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
         api_key: the server's API key, if it needs one.
         options: options of `TaggedEngine`: tags (with "cuda_graph" where
-        SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify,
-            deadline_seconds, offloaded. `weights` follows from the server's
-            `--enable-weights-cpu-backup`, which keeps them.
+            SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify, deadline_seconds, offloaded.
+            `weights` follows from the server's `--enable-weights-cpu-backup`, which keeps them.
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
@@ -159,9 +157,8 @@ class SglangInProcess(_Sglang):
     Args:
         engine: the `sglang.Engine`, made with `enable_memory_saver=True`.
         send: as in `SglangServer`; None: `engine.update_weights_from_tensor`, with one flattened
-        tensor a bucket and dtype
-            (`load_format="flattened_bucket"`) where this SGLang has `FlattenedTensorBucket`. It
-            takes the memory of one more bucket.
+            tensor a bucket and dtype (`load_format="flattened_bucket"`) where this SGLang has
+            `FlattenedTensorBucket`. It takes the memory of one more bucket.
         options: options of `TaggedEngine`.
 
     Raises:

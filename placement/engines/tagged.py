@@ -329,8 +329,7 @@ class TaggedEngine(Engine):
         weights: whether the weights survive an offload.
         offloaded: the tags that are offloaded already.
         tag_bytes: device bytes of each tag on the manager's device, also as "14GiB". A tag that is
-        not given is measured when it moves,
-            and does not count against the budget before.
+            not given is measured when it moves, and does not count against the budget before.
         verify: see `Verify`.
         deadline_seconds: the limit for each request to the engine, and for draining.
 
@@ -458,10 +457,9 @@ class TaggedEngine(Engine):
 
         Raises:
             EngineError: the weights are not on the device, an earlier bucket is missing, the bucket
-            has adapters for discarded base
-                weights, or the engine refused it. After the last one: the engine says that it
-                skipped names, or has weights that none has filled. It generates nothing before a
-                sync that fills all of them.
+                has adapters for discarded base weights, or the engine refused it. After the last
+                one: the engine says that it skipped names, or has weights that none has filled. It
+                generates nothing before a sync that fills all of them.
         """
         residency = self.residency
         if residency.doubt is not None:

@@ -145,13 +145,11 @@ class VllmServer(ServedEngine, _Vllm):
     Args:
         url: "http://127.0.0.1:8000".
         send: sends one bucket of weights to the server, by any means of your framework (CUDA IPC,
-        NCCL, its RL routes); None: weights
-            come another way, and you call `weights_filled`.
+            NCCL, its RL routes); None: weights come another way, and you call `weights_filled`.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
         api_key: the server's API key, if it needs one.
         options: options of `TaggedEngine`: weights ("keep": level 1, a copy on the host; "discard":
-        level 2, lost until the next sync),
-            tag_bytes, verify, deadline_seconds, offloaded.
+            level 2, lost until the next sync), tag_bytes, verify, deadline_seconds, offloaded.
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
@@ -257,9 +255,8 @@ class VllmInProcess(_Vllm):
     Args:
         llm: the `vllm.LLM`. For an asynchronous engine use `VllmServer`.
         send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which
-        takes the checkpoint's names. vLLM runs
-            the model in a process of its own unless it was started with
-            `VLLM_ENABLE_V1_MULTIPROCESSING=0`. That process takes functions only with
+            takes the checkpoint's names. vLLM runs the model in a process of its own unless it was
+            started with `VLLM_ENABLE_V1_MULTIPROCESSING=0`. That process takes functions only with
             `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, and the weights then go through the host.
         weights: "keep": level 1; "discard": level 2.
         options: options of `TaggedEngine`.

@@ -75,7 +75,7 @@ class Model:
 
     Args:
         source: a `config.json` of transformers, a folder with one, or an `nn.Module`, best on the
-        meta device.
+            meta device.
 
     Raises:
         ValueError: the options contradict one another.
@@ -165,33 +165,32 @@ def forecast(
 
     Args:
         handles: the models and the rollout engine by the names of their handles, in registration
-        order. The optimizer of "actor"
-            becomes the handle "actor.optimizer".
+            order. The optimizer of "actor" becomes the handle "actor.optimizer".
         layout: how the models are divided among GPUs.
         policy: in any form that `Manager` takes.
         cycle: the phases of a step: "grpo", "ppo", or their names in order; "log_prob[ref]" for a
-        phase with `only=["ref"]`. Between
-            them the worker switches; where it leaves one phase before it enters the next, write
-            "idle" in between.
+            phase with `only=["ref"]`. Between them the worker switches; where it leaves one phase
+            before it enters the next, write "idle" in between.
         budget_bytes: device bytes that the handles may hold together. None: with a link that was
-        measured, what a manager without a
-            budget uses at first, 80 % of the free memory; else no limit.
+            measured, what a manager without a budget uses at first, 80 % of the free memory; else
+            no limit.
         link: the file of `placement doctor --json`, a `Link`, or one rate for each way in bytes a
-        second. None: no seconds are told. work_seconds: the duration of each phase without its
-        moves. Needed only to tell what a prefetch saves. steps: the optimizer steps in each phase.
-        Needed only where a policy streams optimizers' state, and one is taken where it is left
-            out.
+            second. None: no seconds are told.
+        work_seconds: the duration of each phase without its moves. Needed only to tell what a
+            prefetch saves.
+        steps: the optimizer steps in each phase. Needed only where a policy streams optimizers'
+            state, and one is taken where it is left out.
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
         host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a
-        disk that is taken to keep up with the
-            phases. None: all is in host memory.
+            disk that is taken to keep up with the phases. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
         ValueError: a model's file, the layout, the cycle, a role or a number is wrong.
         TypeError: a handle is described by something else than a `Model` or a `Rollout`, or a
-        number of bytes is none. OSError: a file cannot be read.
+            number of bytes is none.
+        OSError: a file cannot be read.
         ImportError: transformers is needed and not installed.
         PolicyError: the policy cannot be found or constructed.
         PhaseError: a phase's `only` names a handle that there is not.

@@ -389,7 +389,7 @@ def frameworks() -> tuple[type[Framework], ...]:
 
     Raises:
         RegistrationError: an entry point cannot be imported, or does not name a subclass of
-        `Framework`.
+            `Framework`.
     """
     found = [*SHIPPED, *_added]
     for point in entry_points(group=GROUP):

@@ -50,12 +50,14 @@ class Lease:
         capacity_bytes: device bytes that all processes may use together.
         name: this process's name in the error messages and metrics of all processes.
         folder: the folder of the ledger, the same for all processes; None:
-        `/dev/shm/placement-<uid>`. priority: a higher priority is served first.
+            `/dev/shm/placement-<uid>`.
+        priority: a higher priority is served first.
         deadline_seconds: the longest time that `wait` waits.
 
     Raises:
         PlacementError: the ledger cannot be opened, or a stopped process is in the middle of a
-        change. ValueError: the capacity, deadline or priority is out of range, or `gpu` is empty.
+            change.
+        ValueError: the capacity, deadline or priority is out of range, or `gpu` is empty.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class Lease:
 
         Args:
             is_free: returns whether the device really has the bytes free, asked before more is
-            leased. When a process is killed, its lease
-                ends a moment before the driver has its memory back.
+                leased. When a process is killed, its lease ends a moment before the driver has its
+                memory back.
 
         Returns:
             Whether the bytes are leased. If not, nothing has changed. Fewer bytes than now are
-            always granted, and change nothing.
+                always granted, and change nothing.
         """
         return nbytes <= self.held_bytes or self._attempt(nbytes, is_free)
 
@@ -124,7 +126,7 @@ class Lease:
 
         Raises:
             DeviceMemoryError: the bytes exceed the capacity, or were not free in time; the message
-            has a table of holders and waiters.
+                has a table of holders and waiters.
         """
         if nbytes > self.capacity_bytes:
             raise DeviceMemoryError(
@@ -277,8 +279,8 @@ def _holder(claim: Claim, own_token: str) -> LeaseHolder:
 
 def lease_for(device: Device, settings: Settings, group: Group | None) -> Lease:
     """Make the lease of a manager on its device. It waits no longer than the other ranks of the
-    group wait for this one. Raises PlacementError: no other process can use this device; or see
-    `Lease`."""
+    group wait for this one.
+    Raises PlacementError: no other process can use this device; or see `Lease`."""
     from placement.observe.discovery import Identity
 
     if not device.uuid:

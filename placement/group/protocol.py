@@ -219,14 +219,15 @@ class Group:
         board: the board that all ranks see.
         rank: the rank of this process, 0 to world_size - 1.
         deadline_seconds: the limit of each wait, on the monotonic clock. It must cover how far
-        ranks drift apart between two phase
-            transitions, for example a rollout that takes one rank minutes longer.
+            ranks drift apart between two phase transitions, for example a rollout that takes one
+            rank minutes longer.
         generation: number of the membership. After a restart of any rank all ranks make a group of
-        a new generation, see `Manager.rejoin`.
+            a new generation, see `Manager.rejoin`.
 
     Raises:
         GroupError: this rank's place is taken: the process was restarted, and the others do not
-        know the new process. CoordinatorLost: the board does not answer.
+            know the new process.
+        CoordinatorLost: the board does not answer.
         ValueError: the rank is outside the world, or the deadline is not a positive number.
     """
 
@@ -349,8 +350,9 @@ class Group:
 
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go
-            back. CoordinatorLost: the decision cannot be read. The caller must keep what it
-            prepared and enter nothing.
+                back.
+            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and
+                enter nothing.
         """
         with self._reaching_the_board("agree", in_doubt=True):
             deadline = time.monotonic() + self.deadline_seconds

@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 
 class StoreBoard(Board):
     """A `torch.distributed.Store` as a board. It uses a connection of its own, so its calls and
-    those of others do not wait for each other. `answer_seconds`: the limit of one call; after a
-    longer one the board counts as lost. `looks_per_second`: how often, in the long run, to look for
-    an awaited value."""
+    those of others do not wait for each other.
+    `answer_seconds`: the limit of one call; after a longer one the board counts as lost.
+    `looks_per_second`: how often, in the long run, to look for an awaited value."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class StoreGroup(Group):
 
     Args:
         store: a store that all ranks see. `torch.distributed.distributed_c10d._get_default_store()`
-        after init_process_group, or your
-            own. No other library may write `placement/...` keys to it.
+            after init_process_group, or your own. No other library may write `placement/...` keys
+            to it.
         rank, world_size, deadline_seconds, generation: see `Group`.
     """
 

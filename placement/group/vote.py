@@ -76,8 +76,9 @@ class GroupVote:
         self, *, catches_up: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
         """Context of one phase transition. `failed` ends its epoch once, however often it is called
-        inside. `catches_up`: the first phase is entered. `error`: the exception with which a phase
-        is left, if any."""
+        inside.
+        `catches_up`: the first phase is entered. `error`: the exception with which a phase is left,
+        if any."""
         self._epoch = _Epoch(
             catches_up=catches_up, is_over=error is not None and self._is_told(error)
         )

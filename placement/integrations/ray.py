@@ -64,9 +64,10 @@ class Fleet:
 
     Args:
         workers: handles of actors whose class has `Worker` among its bases. Waits until their
-        constructors are done. address: the address at which the workers reach the driver's store;
-        None: this node's address in the cluster. deadline_seconds: how long a worker waits for the
-        others, see `StoreGroup`.
+            constructors are done.
+        address: the address at which the workers reach the driver's store; None: this node's
+            address in the cluster.
+        deadline_seconds: how long a worker waits for the others, see `StoreGroup`.
 
     Raises:
         PlacementError: ray is not available.

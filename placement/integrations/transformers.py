@@ -108,13 +108,13 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
     Args:
         manager: the manager of this process. None: `Manager.from_settings()`, which reads the
-        environment variables `PLACEMENT_*`. frozen: modules that are used in the loss and not
-        trained, by their roles: `ref=`, `reward=`, `teacher=`. Keep a reference to
-            them.
+            environment variables `PLACEMENT_*`.
+        frozen: modules that are used in the loss and not trained, by their roles: `ref=`,
+            `reward=`, `teacher=`. Keep a reference to them.
 
     Raises:
         ValueError: a role is none of these three, or `manager` lacks the phase `frozen`: make it
-        with `Manager(phases=PHASES)`.
+            with `Manager(phases=PHASES)`.
     """
 
     def __init__(self, manager: Manager | None = None, **frozen: torch.nn.Module) -> None:
@@ -211,7 +211,7 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
         Args:
             error: the exception that ended the training, if any. Failures of leaving become notes
-            on it.
+                on it.
         """
         self._around_frozen.over(error)
         self._turns.over(error)

@@ -123,12 +123,14 @@ class MetricsServer(ThreadingWSGIServer):
 
     Args:
         read: returns the snapshot; called on the server's threads once a request, never at
-        construction. is_over: returns whether the manager is closed. Then every page is a 503.
+            construction.
+        is_over: returns whether the manager is closed. Then every page is a 503.
         journal: the journal that `/trace` shows; None: an empty one.
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from
-        other machines, without authentication. timeout_seconds: the limit of each wait for a
-        client; a whole connection may last twice as long.
+            other machines, without authentication.
+        timeout_seconds: the limit of each wait for a client; a whole connection may last twice as
+            long.
 
     Raises:
         PlacementError: the address and port cannot be bound.
@@ -413,8 +415,9 @@ def worker_view(
 
     Returns:
         `name`, `labels` and `snapshot` (as JSON). `timeline`: for each handle its states in the
-        last `HISTORY_SECONDS` as [state, begin, end]. `phases`: [phase, begin, end]. `transitions`
-        and `failures`: the last ones, newest first. Times are Unix time in seconds.
+            last `HISTORY_SECONDS` as [state, begin, end]. `phases`: [phase, begin, end].
+            `transitions` and `failures`: the last ones, newest first. Times are Unix time in
+            seconds.
     """
     now = time.monotonic()
     offset, start = time.time() - now, now - HISTORY_SECONDS

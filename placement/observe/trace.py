@@ -155,7 +155,7 @@ def write_trace(
     Args:
         path: the file to write; it is replaced atomically.
         beside: a trace that `torch.profiler` exported in the same process. Its events go into the
-        same file, on the same time axis.
+            same file, on the same time axis.
 
     Raises:
         PlacementError: `beside` is not a trace file.

@@ -321,8 +321,8 @@ class OptimizerAdapter(Adapter):
 
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state,
-        the optimizer becomes external. Raises RegistrationError: it moves the state for some of
-        them only."""
+        the optimizer becomes external.
+        Raises RegistrationError: it moves the state for some of them only."""
         reasons = [
             next(filter(None, (each.external for each in owner.frameworks)), None)
             for owner in owners

@@ -127,8 +127,8 @@ def audit(
     outside: Outside,
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
-    tensor, so not for the hot path. `written`: the handle's name and the description of each write
-    into offloaded memory."""
+    tensor, so not for the hot path.
+    `written`: the handle's name and the description of each write into offloaded memory."""
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()

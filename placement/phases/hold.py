@@ -42,11 +42,11 @@ class Hold(PhaseContext):
 
         Args:
             error: the exception that ended the phase, if any. Failures of leaving then become notes
-            on it, instead of being raised.
+                on it, instead of being raised.
 
         Raises:
             Exception: a handle could not be moved where it belongs. The hold is released all the
-            same.
+                same.
         """
         if self.is_open:
             super().__exit__(None if error is None else type(error), error, None)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 class LeaseClient:
     """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when
-    a phase transition is over. `give_way`: offloads everything, before this process waits for
-    others: a process that waits holds nothing, so that two processes that swap places never wait
-    for each other."""
+    a phase transition is over.
+    `give_way`: offloads everything, before this process waits for others: a process that waits
+    holds nothing, so that two processes that swap places never wait for each other."""
 
     def __init__(
         self,

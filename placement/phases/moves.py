@@ -130,10 +130,11 @@ class Mover:
         target state, complete.
 
         `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use
-        them in addition. `agree`: asks the group, when everything has moved and can still go back
-        without new memory, and after the engines of any rank have left or come. If it raises,
-        everything goes back, unless on CoordinatorLost. None: nobody is asked. `propose`: proposes
-        each further stage to the group.
+        them in addition.
+        `agree`: asks the group, when everything has moved and can still go back without new memory,
+        and after the engines of any rank have left or come. If it raises, everything goes back,
+        unless on CoordinatorLost. None: nobody is asked.
+        `propose`: proposes each further stage to the group.
         """
         # A broken handle fails only phase transitions that must move it.
         if errors := [

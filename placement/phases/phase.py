@@ -227,10 +227,12 @@ class TransitionLock:
         error: BaseException | None = None,
     ) -> AbstractContextManager[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase
-        transition begins. `vote`: tells the group; None: `self.vote`.
+        transition begins.
+        `vote`: tells the group; None: `self.vote`.
         `begins`: a phase is about to begin.
         `raises_own`: a rank that fails raises its own error. Otherwise all ranks raise the same
-        error. `error`: the user's exception with which a phase is left, if any."""
+        error.
+        `error`: the user's exception with which a phase is left, if any."""
         vote = self.vote if vote is None else vote
         if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
             return _NOTHING
@@ -445,7 +447,8 @@ class Phase:
 
         Raises:
             PhaseError: this phase is not open, another phase is open inside it, or no handle has
-            this name. Exception: the handle could not be offloaded. It stays on the device.
+                this name.
+            Exception: the handle could not be offloaded. It stays on the device.
         """
         self._stack.done_with(self.phase, handle)
 

@@ -182,7 +182,8 @@ class Reconciler:
         self, name: str, plan: Plan, room_bytes: int, all_are_there: bool, agree: Agree | None
     ) -> None:
         """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a
-        group (`agree`) is asked. `room_bytes`: see `check_fits`."""
+        group (`agree`) is asked.
+        `room_bytes`: see `check_fits`."""
         if self.lease_client is not None:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
             # a wait for other processes takes all handles off the device

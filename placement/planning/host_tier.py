@@ -210,7 +210,8 @@ def disk_tier_for(
     give_up_early: Callable[[], object],
 ) -> DiskTier | None:
     """The limit that the settings ask for; None: all host copies stay in host memory.
-    `give_up_early`: see `DiskTier`. Raises ValueError: the folder for files cannot be used."""
+    `give_up_early`: see `DiskTier`.
+    Raises ValueError: the folder for files cannot be used."""
     gives_back = settings.host_copies == "while_needed"
     if settings.host_limit_bytes is None and not gives_back:
         return None
@@ -247,8 +248,8 @@ class UseHistory:
 
     def note(self, phase: str, used: frozenset[str]) -> None:
         """Note a phase transition. `phase`: the phase that is open after it. `idle` is one, too:
-        what leaves then needs its host copy. `used`: the handles whose host copies were used since
-        the last one was noted."""
+        what leaves then needs its host copy.
+        `used`: the handles whose host copies were used since the last one was noted."""
         followed = len(self._phases.upcoming(phase))
         self._upcoming = (*list(self._uses)[len(self._uses) - followed :], used)
         self._phases.began(phase)

@@ -366,8 +366,8 @@ class _Copies:
 
     def pause(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits
-        while the thread starts one burst. `discarded_bytes`: bytes that were copied in vain, to be
-        counted."""
+        while the thread starts one burst.
+        `discarded_bytes`: bytes that were copied in vain, to be counted."""
         self.discarded_bytes += discarded_bytes
         self._bursts = deque()  # first: the thread may have the lock again before this has it
         with self._lock:

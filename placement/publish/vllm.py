@@ -34,17 +34,15 @@ class VllmWeightSource:
     Args:
         handle: the handle of the module to publish.
         dtype, adapters, transform: as in `Handle.weights`. A `transform` has to run on the meta
-        device, because vLLM asks for names,
-            dtypes and shapes before it reads values.
+            device, because vLLM asks for names, dtypes and shapes before it reads values.
         names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is
-        for a module that is not of
-            transformers 5, and has those names.
+            for a module that is not of transformers 5, and has those names.
         bucket_bytes: as in `Handle.weights`: what is on the device beside the buffers of vLLM.
 
     Raises:
         ImportError: there is no vLLM here, or one without weight sources.
         PhaseError: on reading metadata, the object is not built; on reading values, the handle is
-        not SYNCING.
+            not SYNCING.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:

@@ -290,7 +290,7 @@ class Handle:
 
         Raises:
             NotResidentError: there is no state: a `Lazy` is not built yet, or the object was
-            garbage-collected.
+                garbage-collected.
         """
         if (target := self.object) is None:
             why = (
@@ -322,7 +322,7 @@ class Handle:
 
         Raises:
             ValueError: an argument does not fit (see `weights`), or `transform` needs values: here
-            it gets tensors on the meta device.
+                it gets tensors on the meta device.
         """
         from placement.publish import buckets
 
@@ -357,35 +357,34 @@ class Handle:
 
         Args:
             bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A
-            larger tensor comes alone. dtype: the dtype to which floating-point parameters are cast,
-            or its name ("bfloat16"); None: they keep theirs. Not cast are
-                buffers, what is stored quantised (float8, packed) with the scales beside it, and
-                what transformers keeps in float32 (`_keep_in_fp32_modules`). To decide by weight: a
-                mapping from published names to dtypes, in which a name that is left out keeps its
-                dtype; or a function of (name, `WeightInfo`), called for each floating-point weight,
-                None to keep.
+                larger tensor comes alone.
+            dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16");
+                None: they keep theirs. Not cast are buffers, what is stored quantised (float8,
+                packed) with the scales beside it, and what transformers keeps in float32
+                (`_keep_in_fp32_modules`). To decide by weight: a mapping from published names to
+                dtypes, in which a name that is left out keeps its dtype; or a function of (name,
+                `WeightInfo`), called for each floating-point weight, None to keep.
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged
-            by PEFT, which leaves the model as it
-                is. "separate": the active adapter alone, under PEFT's names. "base": the base
-                weights alone, under their own names.
+                by PEFT, which leaves the model as it is. "separate": the active adapter alone,
+                under PEFT's names. "base": the base weights alone, under their own names.
             names: "module": as the module names its parameters. "checkpoint": for a model of
-            transformers 5, names and form as
-                `save_pretrained` writes them, which loaders of rollout engines expect: one tensor
-                an expert, where the module has the experts of a layer in one parameter. Such a
-                parameter takes up to two more of its size while its parts are made.
+                transformers 5, names and form as `save_pretrained` writes them, which loaders of
+                rollout engines expect: one tensor an expert, where the module has the experts of a
+                layer in one parameter. Such a parameter takes up to two more of its size while its
+                parts are made.
             transform: a function of a published name and its full value, called for one weight
-            after the other on every rank, after
-                `dtype`, `adapters` and `names`. What it returns is published in the weight's place:
-                a tensor, or a list of (name, tensor) such as a quantised value and its scales; an
-                empty list leaves the weight out.
+                after the other on every rank, after `dtype`, `adapters` and `names`. What it
+                returns is published in the weight's place: a tensor, or a list of (name, tensor)
+                such as a quantised value and its scales; an empty list leaves the weight out.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops
-            being so half-way. RegistrationError: a weight cannot be published; the message says
-            which one, and what to do. ValueError, TypeError: `adapters` or `names` does not fit the
-            module, `bucket_bytes` is no number of bytes, or `dtype` is no
-                dtype, has a name that is not published, or would cast what is stored quantised;
-                `transform` returned something else.
+                being so half-way.
+            RegistrationError: a weight cannot be published; the message says which one, and what to
+                do.
+            ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is
+                no number of bytes, or `dtype` is no dtype, has a name that is not published, or
+                would cast what is stored quantised; `transform` returned something else.
         """
         from placement.publish import buckets
 

@@ -81,8 +81,8 @@ class Offload:
 
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside
-    of these. `scanner`: finds new storages and gives them places; None: in ranges of this process
-    alone."""
+    of these.
+    `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
 
     can_prefetch = True
     # the decision: whether the bytes on the device are the authoritative ones. If so, every range
@@ -549,9 +549,9 @@ class AdoptedStorage(Storage):
     def adopt_created(self, besides: Set[int] = frozenset()) -> Range | None:
         """Start copying state that a streamed step has created to the host. Returns the range into
         which it has still to move. None where there is none, or where host memory lacks: then the
-        state stays in torch's memory, and the next step tries again. `besides`: storages (`_cdata`)
-        to leave out: those of which copies are under way, and those that the step has still to
-        use."""
+        state stays in torch's memory, and the next step tries again.
+        `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those
+        that the step has still to use."""
         try:
             adoptees = [
                 adoptee

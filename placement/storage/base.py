@@ -166,9 +166,9 @@ class Storage(abc.ABC):
     ) -> torch.Tensor | None:
         """A tensor of the same form over its bytes in the host copy, for somebody who only reads
         it, before it changes or under a lock of `lend_host_copy`. None for a tensor that the host
-        copy does not have now. While loaded it is right after `mirror`. `storages`: the storages
-        that were made for the same reader, by address. Tensors that shared a storage share one
-        again."""
+        copy does not have now. While loaded it is right after `mirror`.
+        `storages`: the storages that were made for the same reader, by address. Tensors that shared
+        a storage share one again."""
         return None
 
     def wait_for_readers(self) -> None:
@@ -218,8 +218,9 @@ class NotBuilt(Storage):
 
 class ExternalStorage(Storage):
     """The bytes of an object whose framework places them (FSDP2's `CPUOffloadPolicy`, DeepSpeed,
-    Megatron's hybrid optimizer). `adapter`: finds the object's tensors; `adapter.external` says
-    which feature of the framework places them."""
+    Megatron's hybrid optimizer).
+    `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework
+    places them."""
 
     # always true: the framework places the bytes. The handle's states say what the user may do, not
     # where the bytes are.

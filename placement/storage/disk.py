@@ -48,8 +48,9 @@ class Place(enum.Enum):
 
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away
-    from host memory. `slab`, `holder`: kept alive by others alone. The holder is an
-    `AdoptedStorage`. `directory`: the folder of files; None: it leaves only where it `drops`."""
+    from host memory.
+    `slab`, `holder`: kept alive by others alone. The holder is an `AdoptedStorage`.
+    `directory`: the folder of files; None: it leaves only where it `drops`."""
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class Spill:
 
     def come(self, goes_on: GoesOn) -> bool:
         """Bring the bytes back into host memory. Returns False if it was stopped. What cannot be
-        read as it was written is lost. Raises HostMemoryError: there is not enough memory now. The
-        bytes are where they were."""
+        read as it was written is lost.
+        Raises HostMemoryError: there is not enough memory now. The bytes are where they were."""
         slab = self._slab()
         if slab is not None and not self.is_here:
             if not self._renew(

@@ -55,7 +55,8 @@ class Adoptee(NamedTuple):
 class RangeLayout:
     """Places for storages in a new range, with poison behind it. To make it touches no tensor.
     `reserve`: gives addresses instead of `Device.reserve`, such as those that were reserved
-    earlier. Raises RegistrationError: a storage cannot get a place there (`_refuse_unknown`,
+    earlier.
+    Raises RegistrationError: a storage cannot get a place there (`_refuse_unknown`,
     `Adopter.refuse`)."""
 
     def __init__(
@@ -247,9 +248,10 @@ def move_out(
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the
     target is the range's own device, every user of the storage follows. Otherwise `aliases` are
-    pointed to the new memory, and a tensor that is not among them stays in the range. `now`: the
-    bytes, uint8, of the storage's size. `homes`: the new memory of each storage, by its old
-    address, for calls that name other aliases of the same storage."""
+    pointed to the new memory, and a tensor that is not among them stays in the range.
+    `now`: the bytes, uint8, of the storage's size.
+    `homes`: the new memory of each storage, by its old address, for calls that name other aliases
+    of the same storage."""
     nbytes = storage.nbytes()
     if nbytes == 0:
         return

@@ -218,7 +218,8 @@ class ManagedStorage(AdoptedStorage):
         dropped: tuple[Range, ...] | None = None,
     ) -> MoveResult:
         """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray
-        references and relocated storages. `fresh`: ranges of the new storages.
+        references and relocated storages.
+        `fresh`: ranges of the new storages.
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit;
         None: gradients were saved."""
@@ -415,8 +416,8 @@ class ManagedStorage(AdoptedStorage):
         self, r: Range, prints: torch.Tensor, changed: Sequence[int]
     ) -> Sequence[int]:
         """Called before an offload saves pages, with those that differ from the host copy. Returns
-        the pages to save. `prints`: the fingerprints of the range's pages, on the CPU; of a replica
-        all of them."""
+        the pages to save.
+        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
         return changed
 
     @property

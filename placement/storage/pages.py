@@ -332,8 +332,9 @@ class Pages:
         """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all
         memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and
         the host copy has the newest bytes, or gets them: pages that were saved from aside, or
-        prefetched, keep their memory there. Raises DeviceMemoryError: with `DEVICE`: there is not
-        enough memory. `settle(HOST)` can be called then."""
+        prefetched, keep their memory there.
+        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be
+        called then."""
         if side is Side.DEVICE:
             if any(
                 page.behind is not Behind.OWN or page.newest is Side.HOST
@@ -493,9 +494,11 @@ class ChunkPool:
     """The chunk pool of one phase transition. No chunk goes back to the driver before `release`, so
     a phase transition that fails asks the driver for nothing. There is one exception: for a size
     that the pool does not have, chunks of other sizes make room. Going back frees the chunk that
-    took their room first. `room_bytes`: device bytes that the driver may be asked for before any
-    chunk goes back to it. The budget leaves so much. `left_by`: the pool that the phase transition
-    before has left, with what was given up since. This pool takes over its chunks."""
+    took their room first.
+    `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it.
+    The budget leaves so much.
+    `left_by`: the pool that the phase transition before has left, with what was given up since.
+    This pool takes over its chunks."""
 
     def __init__(
         self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None

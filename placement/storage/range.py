@@ -160,8 +160,9 @@ class Range:
 
     def claim(self) -> None:
         """Have the host copy in host memory until the next phase transition is over. Bytes may
-        still be on their way from the device. Raises HostMemoryError: there is not enough memory
-        for bytes that are on disk. Raises IntegrityError: values are lost."""
+        still be on their way from the device.
+        Raises HostMemoryError: there is not enough memory for bytes that are on disk.
+        Raises IntegrityError: values are lost."""
         if self.spill is not None:
             self.spill.claim()
             self.spill.require_values()
@@ -170,7 +171,8 @@ class Range:
         """A tensor over a part of the complete host copy, which stays in host memory as long as the
         tensor lives. Waits for bytes on their way there.
         `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost,
-        unless the loss is found only now. Raises HostMemoryError, IntegrityError: see `claim`."""
+        unless the loss is found only now.
+        Raises HostMemoryError, IntegrityError: see `claim`."""
         self.pages.wait_until_saved()
         was_lost = self.spill is not None and self.spill.lost is not None
         view = self.host.view(offset, nbytes)

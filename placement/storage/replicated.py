@@ -63,8 +63,8 @@ _REASONS = {
 
 class ReplicatedStorage(ManagedStorage):
     """The storage of an object of which every rank has the same bytes, but for what is each rank's
-    own (buffers, gradients). `ranks`: the ranks that share it. All of them register it in the same
-    change of the group."""
+    own (buffers, gradients).
+    `ranks`: the ranks that share it. All of them register it in the same change of the group."""
 
     scanner: SharedScanner
 

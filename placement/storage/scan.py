@@ -189,7 +189,8 @@ class _Walk:
 
 class StorageScanner:
     """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes
-    ranges for new storages. `owner`: the owner of the ranges in the process's table (`RANGES`)."""
+    ranges for new storages.
+    `owner`: the owner of the ranges in the process's table (`RANGES`)."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
         self._device = device
@@ -246,8 +247,9 @@ class StorageScanner:
 
     def rescan(self, *, movable: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return
-        the storages outside their places. `movable`: give sparse gradients storages that nothing
-        else uses, so that everything new can be moved."""
+        the storages outside their places.
+        `movable`: give sparse gradients storages that nothing else uses, so that everything new can
+        be moved."""
         ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
         last = self._last if self._last is not None and self._last[0] is ranges else None
         is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
@@ -437,8 +439,9 @@ class StorageScanner:
         in_parts: bool = False,
     ) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages
-        stay where they are until `move_in`. `in_parts`: more will come (bucket by bucket), so only
-        a part of the reserved host memory is taken."""
+        stay where they are until `move_in`.
+        `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is
+        taken."""
         if not adoptees:
             return None
         self._adopted = self.adapter.steady
@@ -694,8 +697,8 @@ def count_uses(ranges: Iterable[Range]) -> None:
 
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """The number of references beyond the rightful ones, by the storage's name, for storages that
-    have been counted. `lasting`: storages (`_cdata`) that a framework may hold as often as it
-    likes."""
+    have been counted.
+    `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
     found: dict[str, int] = {}
     # none is ever changed: a look that finds other numbers makes another
     tables = [scanner.aliases for scanner in _SCANNERS]

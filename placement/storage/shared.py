@@ -94,10 +94,10 @@ class Shares:
 
 class Ranks:
     """Those ranks of a group that are in a torch.distributed process group, by which they gather,
-    and share host copies on one machine. `group`: a `Group`, whose module is above this one. Its
-    deadline is also the limit for one collective, where the backend keeps to it (gloo does; NCCL
-    has its watchdog instead). `members`: the number of each in the group, in the order of the
-    process group."""
+    and share host copies on one machine.
+    `group`: a `Group`, whose module is above this one. Its deadline is also the limit for one
+    collective, where the backend keeps to it (gloo does; NCCL has its watchdog instead).
+    `members`: the number of each in the group, in the order of the process group."""
 
     def __init__(
         self, group: Any, process_group: torch.distributed.ProcessGroup, members: tuple[int, ...]
@@ -181,7 +181,8 @@ class Refusal(NamedTuple):
 
 class SharedCopy:
     """A host copy that ranks share, as one of them sees it. All methods but `leave` are for a rank
-    that has not left it. `slab`: with `extra_bytes` behind the copy.
+    that has not left it.
+    `slab`: with `extra_bytes` behind the copy.
     `change`: returns the number of the group's present change, see `Ranks.change`.
     `is_over`: returns whether that change has ended, because a rank has failed."""
 
@@ -256,7 +257,8 @@ class SharedCopy:
         self, count: int, seconds: float, name_of: Callable[[int], str]
     ) -> Refusal | None:
         """Wait until every rank has left its fingerprints. Returns None where all `count` of them
-        are equal. `seconds`: the longest time.
+        are equal.
+        `seconds`: the longest time.
         `name_of`: the name of the tensor that a fingerprint stands for, for a message."""
         number, look = self._change(), time.monotonic() + _LOOK_SECONDS
         late = ""
@@ -446,8 +448,9 @@ class SharedPages(Pages):
 
 class SharedRange(Range):
     """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered
-    as soon as its parts have arrived. `slab`: the host copy to begin with: that of `copy`, or one
-    of this rank's own. `is_frozen`: whether training does not change what is in it."""
+    as soon as its parts have arrived.
+    `slab`: the host copy to begin with: that of `copy`, or one of this rank's own.
+    `is_frozen`: whether training does not change what is in it."""
 
     is_replica = True
     _pages_class = SharedPages

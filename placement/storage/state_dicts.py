@@ -102,8 +102,9 @@ class HostVersions:
 
     def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
         """Raise the counters of the object's tensors whose bytes in the host copy were written
-        since the last load. `are_held`: whether anybody still has a tensor that shows the host
-        copy, and may write again."""
+        since the last load.
+        `are_held`: whether anybody still has a tensor that shows the host copy, and may write
+        again."""
         self._forget_dead()
         counters = [*self._tensors.items()]
         written, self._written = (
@@ -311,8 +312,9 @@ class StateDictTensors:
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
         """The place of a plain tensor of the offloaded object, even if it was relocated. None where
-        it has no place. Raises IntegrityError: the tensor was put in place of a registered one,
-        with values computed from poison."""
+        it has no place.
+        Raises IntegrityError: the tensor was put in place of a registered one, with values computed
+        from poison."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()

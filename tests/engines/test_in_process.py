@@ -432,7 +432,8 @@ def has_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sent(engine: SglEngine, **options: Any) -> dict[str, torch.Tensor]:
     """Publish odd numbers of bytes, so that a float32 after an int8 would begin where it cannot be
-    read; a scalar; another order in memory. Returns them."""
+    read; a scalar; another order in memory.
+    Returns them."""
     model = torch.nn.Sequential(
         torch.nn.Linear(7, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 5).to(torch.bfloat16)
     )

@@ -141,7 +141,7 @@ class Rank:
 
         Args:
             addresses: where its parameters still are; empty where some rank failed so late that
-            they had moved.
+                they had moved.
         """
         assert "ref" not in self.manager.handles
         assert self.addresses() == (addresses or self.addresses())

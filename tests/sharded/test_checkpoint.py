@@ -243,7 +243,7 @@ def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
 
     Returns:
         What the save said, and whether a load of ours and one of torch's bring the saved values
-        back.
+            back.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = Net(36)

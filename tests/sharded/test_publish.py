@@ -174,7 +174,7 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
     Args:
         breaks: whether the first rank stops in the middle of the second sync.
         streams: whether weights are published from the host copy; then, and where it is False, they
-        were offloaded after the training.
+            were offloaded after the training.
     """
     torch.manual_seed(0)
     module = BUILDS[build](worker.Model())

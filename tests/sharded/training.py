@@ -222,7 +222,8 @@ def compare(
         build: called twice, each time from the same random state.
         device: of the manager, as `device_of` says.
         within: makes the context in which the program is built and computes; placement is outside
-        of it. manager: keywords of `Manager` besides the device (a policy, a setting).
+            of it.
+        manager: keywords of `Manager` besides the device (a policy, a setting).
 
     Raises:
         AssertionError: what differs.

@@ -25,7 +25,7 @@ class LateDevice(Faults):
     Attributes:
         most_waiting_bytes: the most bytes that were on their way to the host at once.
         freed_bytes: bytes on their way to host memory that was given up, although the device had
-        failed in no wait. It is an error.
+            failed in no wait. It is an error.
     """
 
     def __init__(self, capacity_bytes: int, *, chunk_bytes: int) -> None:

@@ -136,7 +136,7 @@ class Ranks:
     Args:
         backend: of the process group; one that names cuda gives each rank the GPU of its number.
         context: how processes are started: a context of multiprocessing, or its name; "spawn" for
-        what needs a GPU.
+            what needs a GPU.
     """
 
     def __init__(self, world_size: int, backend: str = "gloo", context: Any = processes) -> None:
@@ -161,8 +161,9 @@ class Ranks:
 
         Args:
             function: of a module that can be imported; it, its arguments and what it returns are
-            pickled. dies: the rank that the call kills; it returns None, and the next call starts
-            fresh processes.
+                pickled.
+            dies: the rank that the call kills; it returns None, and the next call starts fresh
+                processes.
         """
         if not self._processes:
             self._start()

@@ -65,7 +65,7 @@ class CudaDevice(Device):
     Args:
         index: the device's index in torch.
         chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See
-        `CHUNK_BYTES`.
+            `CHUNK_BYTES`.
 
     Raises:
         PlacementError: CUDA virtual memory is not available, and the message says what to install.

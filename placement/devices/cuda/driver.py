@@ -25,7 +25,8 @@ atexit.register(_exiting.set)
 
 def refuse_rocm(name: str) -> None:
     """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice
-    for CUDA is given there. Raises PlacementError: torch was built for ROCm."""
+    for CUDA is given there.
+    Raises PlacementError: torch was built for ROCm."""
     if torch.version.hip is not None:
         raise PlacementError(
             f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, "
@@ -233,8 +234,9 @@ class Pinning:
         self, address: int, nbytes: int, limit_bytes: int | None = None, *, counts: bool = True
     ) -> str | None:
         """Register host memory, and return the reason if that fails. The runtime's errors would
-        stick and show in torch's next launch. `counts`: whether it counts against the limit; a few
-        bytes that are not for copies of handles do not."""
+        stick and show in torch's next launch.
+        `counts`: whether it counts against the limit; a few bytes that are not for copies of
+        handles do not."""
         # One at a time, because of the limit, and because waiting inside the driver blocks all
         # other threads that need it.
         with self._turn:

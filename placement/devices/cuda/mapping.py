@@ -62,7 +62,8 @@ class Extent:
         self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None
     ) -> dict[int, Slot]:
         """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start
-        on, then poison. Raises ValueError: see `Device.map` and `Device.unmap`."""
+        on, then poison.
+        Raises ValueError: see `Device.map` and `Device.unmap`."""
         size = self._chunk_bytes
         check_slots(chunks, start, size)
         check_span(start, nbytes, self._nbytes)
@@ -117,8 +118,10 @@ class Extent:
 
     def apply(self, planned: dict[int, Slot]) -> None:
         """Change slots to the content that `plan` computed: one unmap, the maps, one call for
-        access rights. Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing
-        may be behind the slots then. Raises RuntimeError: any other error of the driver."""
+        access rights.
+        Raises DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind
+        the slots then.
+        Raises RuntimeError: any other error of the driver."""
         if not planned:
             return
         first, last = min(planned), max(planned)

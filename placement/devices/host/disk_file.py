@@ -105,8 +105,8 @@ class DiskFile:
 
     def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
         """Write the blocks at `address` that differ from the file's. Returns how many bytes that
-        were, and whether it was not stopped. Raises OSError: a write failed. Use the file no
-        more."""
+        were, and whether it was not stopped.
+        Raises OSError: a write failed. Use the file no more."""
         requests = threading.Semaphore(DEPTH)
         written: list[int] = []
 
@@ -126,7 +126,8 @@ class DiskFile:
 
     def read(self, address: int, goes_on: GoesOn = always) -> list[int] | None:
         """Read the file into the memory at `address`. Returns the blocks that are not as they were
-        written; None if it was stopped. Raises OSError: a read failed, or the file is too short."""
+        written; None if it was stopped.
+        Raises OSError: a read failed, or the file is too short."""
         requests = threading.Semaphore(DEPTH)
         damaged: list[int] = []
 
@@ -159,7 +160,8 @@ def _checksum(address: int, nbytes: int) -> tuple[int, int]:
 
 def _in_parallel(num_blocks: int, work: Callable[[int], None], goes_on: GoesOn) -> bool:
     """Do `work` for every block on several threads, this one among them. Returns False if it was
-    stopped. Raises OSError, Exception: the first error. No thread works any more then."""
+    stopped.
+    Raises OSError, Exception: the first error. No thread works any more then."""
     blocks = iter(range(num_blocks))  # shared: each step of it is one, whichever thread takes it
     # why no further block is begun: errors, and None where it was stopped
     ends: list[Exception | None] = []

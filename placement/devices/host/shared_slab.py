@@ -32,7 +32,8 @@ from placement.devices.memory import SharedHostSlab
 @contextmanager
 def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
     """Make a memory file. Yields its descriptor, and a text with which another process of this
-    machine can open it during the context. Raises HostMemoryError: the kernel refused."""
+    machine can open it during the context.
+    Raises HostMemoryError: the kernel refused."""
     name = f"placement-{secrets.token_hex(8)}"
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -69,8 +70,8 @@ def _closing(file: int) -> Iterator[int]:
 class MappedSlab(ReservedSlab, SharedHostSlab):
     """The `SharedHostSlab` of a memory file. Each process places its own share (`place`) and pins
     all of it: with its own share alone torch could not copy a state dict's tensor that crosses two
-    ranks' shares, and one that loads alone would be four times slower. Raises HostMemoryError where
-    the machine or the control group does not have that share.
+    ranks' shares, and one that loads alone would be four times slower.
+    Raises HostMemoryError where the machine or the control group does not have that share.
     """
 
     def __init__(

@@ -91,9 +91,11 @@ def map_for_life(
     file: int = -1,
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and
-    not at interpreter exit. `undo`: functions to call before unmapping; the list is read when the
-    owner dies. `file`: the descriptor of a file to map from its beginning, may be closed
-    afterwards; -1: anonymous memory. Raises OSError: the kernel refused."""
+    not at interpreter exit.
+    `undo`: functions to call before unmapping; the list is read when the owner dies.
+    `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1:
+    anonymous memory.
+    Raises OSError: the kernel refused."""
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
@@ -417,13 +419,16 @@ class ReservedSlab(HostSlab):
 class Slab(ReservedSlab):
     """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin`
     the memory is touched before the constructor returns. With it the constructor returns at once,
-    and the memory is touched and pinned in the background. `nbytes`: the exact size; 0 maps
-    nothing. `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the
-    reason for a failure. Called on a background thread. A slab that it refuses stays pageable.
+    and the memory is touched and pinned in the background.
+    `nbytes`: the exact size; 0 maps nothing.
+    `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for
+    a failure. Called on a background thread. A slab that it refuses stays pageable.
     `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin`
-    that raised. `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`.
-    Called before the memory is touched. Raises HostMemoryError: the machine or the control group
-    does not have that much, counting what other slabs will still allocate."""
+    that raised.
+    `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before
+    the memory is touched.
+    Raises HostMemoryError: the machine or the control group does not have that much, counting what
+    other slabs will still allocate."""
 
     def __init__(
         self,
@@ -487,8 +492,8 @@ class Slab(ReservedSlab):
     def release(self) -> None:
         """Give the memory back to the system; its bytes are gone. Nobody may use the slab. Waits
         until it is pinned. The addresses stay mapped, so tensors over the slab and addresses that
-        others noted stay valid. They read as zeros. Raises OSError: the kernel refused. The bytes
-        are still there."""
+        others noted stay valid. They read as zeros.
+        Raises OSError: the kernel refused. The bytes are still there."""
         self._memory.wait()
         self._memory.unpin()
         if not self._drop():
@@ -500,8 +505,9 @@ class Slab(ReservedSlab):
     def renew(self, fill: Callable[[], bool] | None = None) -> bool:
         """Have the memory back. It is pinned in the background, and device copies wait for that.
         `fill`: writes every byte; returns False if it gave up, and then the memory goes back again.
-        None: the bytes are undefined. Raises HostMemoryError: there is not enough memory now. The
-        slab stays as it was. Raises Exception: `fill` failed. The slab stays as it was."""
+        None: the bytes are undefined.
+        Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
+        Raises Exception: `fill` failed. The slab stays as it was."""
         check_available(self._size, " of a host copy that had left it")
         self.is_released = False
         is_filled = False
@@ -602,7 +608,8 @@ class SlabPart(HostSlab):
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
     """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line
-    on; None where nothing does. Raises ValueError: the slab is shorter."""
+    on; None where nothing does.
+    Raises ValueError: the slab is shorter."""
     start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     rest = SlabPart(whole, start, whole.nbytes - start) if start < whole.nbytes else None
     return SlabPart(whole, 0, nbytes), rest

@@ -88,18 +88,20 @@ class SimulatedDevice(Device):
 
     Args:
         capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra:
-        `memory().total_bytes` is the sum of both. chunk_bytes: the size of a full chunk and of the
-        poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
+            `memory().total_bytes` is the sum of both.
+        chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a
+            mapping; the kernel allows 65,530 by default.
         granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page
-        size. bandwidth_bytes_per_second: the speed of the simulated link in each direction; None:
-        no limit. shared_with: a path, the same for all processes that share the capacity, whose
-        folder has their ledger. Memory that a process drops
-            without releasing is free for the others after its own next call; memory of a dead
-            process is free at once.
+            size.
+        bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no
+            limit.
+        shared_with: a path, the same for all processes that share the capacity, whose folder has
+            their ledger. Memory that a process drops without releasing is free for the others after
+            its own next call; memory of a dead process is free at once.
 
     Attributes:
         outside_bytes: capacity that something else in this process has taken, such as a
-        communicator. A test sets it; 0 at first.
+            communicator. A test sets it; 0 at first.
 
     A forked child cannot use the device: a call that would change the parent's memory raises
     `PlacementError`.
@@ -397,7 +399,8 @@ def _sleep_until(seconds: float) -> None:
 
 class SharedCapacity:
     """A device's claim on the capacity that devices of several processes share through a ledger,
-    and the sum of the other claims. `path`: the same for all processes; the ledger is beside it."""
+    and the sum of the other claims.
+    `path`: the same for all processes; the ledger is beside it."""
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = Path(os.path.realpath(path))

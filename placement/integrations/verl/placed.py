@@ -67,7 +67,7 @@ def manager() -> Manager:
     Raises:
         ValueError: a `PLACEMENT_*` variable is wrong.
         PlacementError: the device does not exist, there is no such policy, or the folder of
-        `PLACEMENT_DISCOVERY` cannot be written.
+            `PLACEMENT_DISCOVERY` cannot be written.
     """
     with _lock:
         if not _made:

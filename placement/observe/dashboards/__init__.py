@@ -38,20 +38,19 @@ def export(
         directory: the directory; created if missing.
         prometheus_url: the URL at which Grafana reaches Prometheus.
         discovery: the discovery folder (`Settings.discovery`) as Prometheus sees it, or the URL of
-        a list of targets. A relative path is
-            relative to prometheus.yml.
+            a list of targets. A relative path is relative to prometheus.yml.
         scrape_interval: the interval between scrapes, and Grafana's smallest step. Grafana computes
-        rates over four times as long. grafana_path: the directory of the dashboards as Grafana sees
-        it, if it runs in a container; None: the one where they are written. overwrite: whether to
-        replace existing files that differ.
+            rates over four times as long.
+        grafana_path: the directory of the dashboards as Grafana sees it, if it runs in a container;
+            None: the one where they are written.
+        overwrite: whether to replace existing files that differ.
 
     Returns:
         The paths of all files, written or not.
 
     Raises:
         PlacementError: an argument is wrong, the directory cannot be written, or an existing file
-        differs without `overwrite`. Then nothing
-            is written.
+            differs without `overwrite`. Then nothing is written.
     """
     if not _URL.fullmatch(prometheus_url):
         raise PlacementError(

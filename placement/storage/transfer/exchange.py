@@ -242,8 +242,9 @@ class Exchange:
         already is left alone. Returns when the offloaded bytes are complete on the host and their
         memory is vacated. The loaded ones may still be on the link; the calling thread's current
         stream waits for them. After an error every handle's storage is settled on one side or the
-        other. `releases_at_once`: give chunks that nobody waits for back while the rest is copied.
-        Going back may then ask the driver."""
+        other.
+        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going
+        back may then ask the driver."""
         began = time.monotonic()
         self._arrivals, self._releases_at_once = (
             Arrivals(self.device, self.chunk_pool),

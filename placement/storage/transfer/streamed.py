@@ -155,8 +155,9 @@ class StreamedStep:
     `pieces`: the state of the parameters or their slices, in the order in which they are stepped.
     `bucket_bytes`: device bytes of a bucket.
     `window_bytes`: device bytes that all buckets on the device may have together. A single bucket
-    may have more. `step`: steps what pieces `first` up to `last` (not included) are the state of,
-    on the current stream."""
+    may have more.
+    `step`: steps what pieces `first` up to `last` (not included) are the state of, on the current
+    stream."""
 
     holding: ManagedStorage
     pieces: Sequence[Piece]

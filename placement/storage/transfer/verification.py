@@ -36,7 +36,8 @@ class Verifier:
         self, holding: ManagedStorage, r: Range, chunks: range, wanted: torch.Tensor
     ) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's
-        chunks is given up. `chunks`: those that have arrived.
+        chunks is given up.
+        `chunks`: those that have arrived.
         `wanted`: the fingerprints that the host copy of the range must have."""
         if bad := r.differing(
             wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start

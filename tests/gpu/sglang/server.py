@@ -43,7 +43,7 @@ def running(folder: str, log: Path, *, keeps_weights: bool = True) -> Iterator[t
 
     Args:
         keeps_weights: whether the weights go to the host with the memory. Otherwise they are
-        discarded.
+            discarded.
     """
     port = free_port()
     flags = [

@@ -133,7 +133,7 @@ class Job:
         Args:
             number: of the step; the actor's values follow from it.
             is_twice: with a second sync in the middle of the rollout, for which the KV cache alone
-            gives way.
+                gives way.
         """
         seen: dict[str, int] = {}
         with self.manager.phase("train") as step:
