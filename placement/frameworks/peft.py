@@ -4,6 +4,7 @@ whole: a write into poison would be undone later, and the numbers would not."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Mapping
@@ -87,7 +88,8 @@ def _code_of(function: Named) -> Any:
     found: Any = sys.modules.get(function.module)
     for name in function.name.split("."):
         found = getattr(found, name, None)
-    return getattr(found, "__code__", None)
+    # not a decorator's code: all functions under torch.no_grad() share that
+    return None if found is None else inspect.unwrap(found).__code__
 
 
 def _what_looks_at_all(model: Any, *_: Any) -> str | None:
@@ -129,7 +131,7 @@ def _what_adds(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 
 
 def _what_is_computed(config: Any) -> str | None:
-    """What is made of weights for an adapter with this configuration; None if nothing is."""
+    """The change that an adapter of this configuration makes of weights; None if none."""
     if getattr(config, "modules_to_save", None):
         return "copied or pickled, as modules_to_save does"
     reads_weights = (

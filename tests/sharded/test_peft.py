@@ -566,3 +566,15 @@ def test_a_close_takes_the_guards_off() -> None:
         {"save_pretrained", "inject_adapter", "merge"} & set(vars(part)) for part in model.modules()
     )
     assert not any(part._state_dict_pre_hooks for part in model.modules())
+
+
+@torch.no_grad()
+def test_modules_may_be_asked_for_under_a_decorator_of_torch() -> None:
+    """PEFT decorates functions that change adapters with `torch.no_grad()`, too."""
+    import peft.tuners.lora.eva
+    import peft.utils.loftq_utils  # noqa: F401
+
+    model = adapted()
+    manager = _registered(model)
+    assert len([*model.modules()]) > 1
+    manager.close()
