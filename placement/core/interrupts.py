@@ -113,18 +113,14 @@ def _end_in_child() -> None:
 os.register_at_fork(after_in_child=_end_in_child)
 
 
-def deferred() -> AbstractContextManager[None]:
-    """Defer SIGINT inside the block. Nested blocks and other threads than the main one change
-    nothing. Costs two microseconds."""
-    return _block(_Deferral)
-
-
 def postponed() -> AbstractContextManager[None]:
     """As `deferred`, in the callback of a weak reference: what that raises is lost."""
-    return _block(_Postponement)
+    return deferred(_Postponement)
 
 
-def _block(kind: type[_Deferral]) -> AbstractContextManager[None]:
+def deferred(kind: type[_Deferral] = _Deferral) -> AbstractContextManager[None]:
+    """Defer SIGINT inside the block. Nested blocks and other threads than the main one change
+    nothing. Costs two microseconds."""
     if _current is not None or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     before = _signal.getsignal(_SIGINT)

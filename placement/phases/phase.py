@@ -304,8 +304,11 @@ class TransitionLock:
                 raise PhaseError(inside)
             if self._device.is_capturing():
                 raise PhaseError(capturing)
-            with self.occupied():
+            self._is_busy = True  # as in `occupied`, in fewer calls
+            try:
                 yield
+            finally:
+                self._is_busy = False
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
