@@ -54,17 +54,15 @@ def take_snapshot(
         communicator_bytes=outside.communicator_bytes,
         ipc_collected_bytes=device.ipc_collected_bytes,
         prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
-        disk_wait_seconds=0.0
-        if stack.reconciler.disk_tier is None
-        else stack.reconciler.disk_tier.waited_seconds,
+        disk_wait_seconds=0.0,
         wrong_writes=journal.wrong_writes,
         kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
         expired_keeps=journal.expired_keeps,
-        budget_bytes=stack.reconciler.budget_bytes(stack.phases.name),
+        budget_bytes=stack.reconciler.planner.budget_bytes(stack.phases.name),
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
         peak_bytes=stack.reconciler.peak_bytes,
-        lease=None if stack.reconciler.lease is None else stack.reconciler.lease.snapshot(),
+        lease=None,
     )
 
 

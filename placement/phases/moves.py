@@ -2,10 +2,8 @@
 moves handles.
 
 `Mover` is idempotent and looks only at where the handles are now, not at how they came there.
-`advance` is all or nothing; it is used to enter and switch phases. `retreat` moves every handle as
-far as possible; it is used to leave phases, after errors, and for recovery. A rollout engine that
-manages its own memory is told to load and offload its tags (parts of its memory, such as
-"weights").
+Rollout engines that manage their own memory are moved by `phases.engines`, with its state
+transitions.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from placement.core.journal import Journal, Record
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.engines.tagged import Residency
-from placement.group.vote import Agree
-from placement.planning.planner import target_of, wanted_tags
-from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
+from placement.phases.transition import Transition
+from placement.planning.planner import target_of
 from placement.registration import guards
 from placement.registration.handle import PATHS, Handle, Node
 from placement.storage.managed import ManagedStorage, MoveResult
@@ -43,37 +40,7 @@ two, at the same time."""
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 _BEGIN_OF_TRAINING = (Trigger.BEGIN_TRAIN, Trigger.SYNC_TO_TRAIN)
-# what ranks propose to one another as the next stage, once engines have left
-_AFTER_ENGINES = "move what is left"
 Paths = Sequence[tuple[Handle, list[Trigger]]]
-
-
-def _residency_of(handle: Handle) -> Residency:
-    assert isinstance(handle.storage, Residency)
-    return handle.storage
-
-
-def _lacks(engine: Handle, plan: Plan) -> bool:
-    return not wanted_tags(engine, plan) <= _residency_of(engine).resident_tags
-
-
-def _split(handles: Mapping[str, Handle]) -> tuple[list[Handle], list[Handle]]:
-    """Split handles into those whose bytes placement moves, and engines that move their own
-    bytes."""
-    engines = [handle for handle in handles.values() if isinstance(handle.storage, Residency)]
-    return [handle for handle in handles.values() if handle not in engines], engines
-
-
-def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
-    """The storages that the plan takes out of TRAINING, dropping their gradients."""
-    leaving = [
-        h
-        for h in handles
-        if h.name in plan.dropped
-        and h.state is State.TRAINING
-        and target_of(h, plan)[0] is not h.state
-    ]
-    return tuple([h.holding for h in leaving if h.holding is not None])
 
 
 def _path(handle: Handle, source: Node, target: Node) -> list[Trigger]:
@@ -82,9 +49,27 @@ def _path(handle: Handle, source: Node, target: Node) -> list[Trigger]:
     return [*wanted]
 
 
+def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
+    """The storages that the plan takes out of TRAINING, dropping their gradients."""
+    storages = []
+    for handle in handles:
+        if (
+            handle.name in plan.dropped
+            and handle.state is State.TRAINING
+            and target_of(handle, plan)[0] is not handle.state
+            and handle.holding is not None
+        ):
+            storages.append(handle.holding)
+    return tuple(storages)
+
+
 class Mover:
     """Moves the handles of one device. Called with the manager's lock held.
-    `finish`: called once all bytes are where they belong, before any arrive for later phases."""
+
+    A phase transition calls `begin`, `move` and `commit`, or `begin` and `move_as_far_as_possible`;
+    after an error of the first three `go_back`; and `end` in any case.
+    `while_copying`: called in each move that is not all or nothing, once the link has work.
+    """
 
     def __init__(
         self,
@@ -92,18 +77,20 @@ class Mover:
         journal: Journal,
         strict: bool,
         verifier: Verifier | None,
-        finish: Callable[[], object],
+        while_copying: Callable[[], object],
     ) -> None:
         self._device = device
         self._journal = journal
         self._strict = strict
         self._verifier = verifier
-        self._finish = finish
+        self._while_copying = while_copying
         # the pool of the phase transition under way; between two, what the next one begins with
         self.chunk_pool = ChunkPool(device)
         self._exchange = Exchange(device, self.chunk_pool, verifier)
         """The exchange of the phase transition under way. Between two phase transitions: one that
         may take no memory from the driver."""
+        self._sources: dict[Handle, Node] = {}
+        """The handles that placement moves, and where they were when the phase transition began."""
         # results of the exchange. The state transition of a handle takes its result out.
         self._moved: dict[Handle, MoveResult] = {}
         self._complaints: list[Exception] = []
@@ -113,98 +100,61 @@ class Mover:
 
     # --- all or nothing
 
-    def advance(
-        self,
-        handles: Mapping[str, Handle],
-        plan: Plan,
-        room_bytes: int,
-        agree: Agree | None,
-        propose: Callable[[str], object],
-        ahead: Ahead = NOTHING_AHEAD,
-    ) -> None:
-        """Bring every handle to its target, or leave every handle where it was.
+    def repair(self, handles: Iterable[Handle]) -> None:
+        """Repair what earlier failures have left, before an entry moves anything. A broken handle
+        fails only the phase transitions that must move it."""
+        for error in self._repair_all(handles):
+            if not isinstance(error, BrokenHandleError):
+                raise error
 
-        Engines that manage their own memory are offloaded first, and loaded last, after every rank
-        has returned the memory that they need to the driver. A failure does not bring engines back;
-        the retreat that follows does. Where a handle's memory could not be got back, it is in its
-        target state, complete.
-
-        `room_bytes`: device bytes that the budget leaves beside those in use now. A swap may use
-        them in addition.
-        `agree`: asks the group, when everything has moved and can still go back without new memory,
-        and after the engines of any rank have left or come. If it raises, everything goes back,
-        unless on CoordinatorLost. None: nobody is asked.
-        `propose`: proposes each further stage to the group.
-        """
-        # A broken handle fails only phase transitions that must move it.
-        if errors := [
-            error
-            for error in self._repair_all(handles.values())
-            if not isinstance(error, BrokenHandleError)
-        ]:
-            raise errors[0]
-        others, engines = _split(handles)
-        sources = {handle: handle.node for handle in others}
-        self._begin(
-            room_bytes,
-            dropping=_dropping(others, plan),
-            staying=ahead.staying,
-            is_together=agree is not None,
+    def begin(self, t: Transition) -> None:
+        """Begin a phase transition with the chunks that the one before left."""
+        if t.is_there:
+            return
+        self._sources = {
+            handle: handle.node
+            for handle in t.handles.values()
+            if not isinstance(handle.storage, Residency)
+        }
+        self._renew(
+            t.room_bytes,
+            dropping=_dropping(self._sources, t.plan),
+            staying=t.staying,
+            is_together=t.is_together,
+            while_copying=self._while_copying if t.is_exit else lambda: None,
         )
-        try:
-            have_left = [self._engine_leaves(engine, plan) for engine in engines]
-            # Ranks that write a host copy together wait for one another there, and not while others
-            # wait for them in a vote.
-            writes = (
-                each
-                for each in others
-                if each.holding is not None
-                and each.holding.is_written_together
-                and each.holding.on_device
-            )
-            if agree is not None and (
-                any(have_left) or any(not target_of(each, plan)[1] for each in writes)
-            ):
-                agree(plan, "engines left", False)
-                propose(_AFTER_ENGINES)
-            paths = [
-                (handle, _path(handle, source, target_of(handle, plan)))
-                for handle, source in sources.items()
-            ]
-            self._fire_steps(paths, _BEFORE_MOVES)
-            self._move(paths)
-            self._fire_steps(paths, _FROM_MOVES_ON)
-            if self._complaints:
-                raise self._complaints.pop(0)
-            lacks_engines = any(_lacks(engine, plan) for engine in engines)
-            if agree is not None:
-                while (decision := agree(plan, "moved", lacks_engines)).stage != "moved":
-                    propose(_AFTER_ENGINES)  # the engines of other ranks had to leave first
-                lacks_engines = decision.lacks_engines
-            if failures := self.complete(others):
-                raise failures[0]
-            self._drop_gradients(others)
-            self._finish()
-        except BaseException as error:
-            self._go_back(sources, error)
-            raise
-        if lacks_engines:
-            self._end()
-            if agree is not None:
-                propose("load engines")
-        for engine in engines:
-            self._engine_comes(engine, plan)
-        if lacks_engines and agree is not None:
-            agree(plan, "engines loaded", False)
-        self.end_with(ahead)
 
-    def _go_back(self, sources: Mapping[Handle, Node], cause: BaseException) -> None:
+    def move(self, t: Transition) -> None:
+        """Bring every handle to its target. An error leaves the handles in between: see
+        `go_back`."""
+        paths = [
+            (handle, _path(handle, source, target_of(handle, t.plan)))
+            for handle, source in self._sources.items()
+        ]
+        self._fire_steps(paths, _BEFORE_MOVES)
+        self._move(paths)
+        self._fire_steps(paths, _FROM_MOVES_ON)
+        if self._complaints:
+            raise self._complaints.pop(0)
+
+    def commit(self, t: Transition) -> None:
+        """Commit the loads that have waited for the group, and drop gradients that the plan
+        drops."""
+        if failures := self.complete(self._sources):
+            raise failures[0]
+        self._drop_gradients(self._sources)
+        adopt_dropped(t.handles.values())
+
+    def go_back(self, cause: BaseException) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision
-        is unknown."""
+        is unknown. Where a handle's memory cannot be got back, it is in its target state, complete.
+        What goes wrong becomes a note of `cause`."""
+        sources = self._sources
         if isinstance(cause, CoordinatorLost):
             for failure in self.complete(sources):
                 cause.add_note(f"placement: {failure}")
-            self._begin()  # keeps the freed chunks, so that going back later needs no new memory
+            self._sources = {}
+            self._renew()  # keeps the freed chunks, so that going back later needs no new memory
             return
         for holding in self._exchange.dropping:
             if not holding.on_device:
@@ -213,81 +163,54 @@ class Mover:
                     "and that was done before"
                 )
         # It takes over the freed chunks, which are enough.
-        for error in (
-            *self.retreat({each.name: each for each in sources}, Plan({}), back_to=sources),
-            *self.complete(sources),
-        ):
+        self._renew()
+        failures = self._move_each_if_not_all(sources)
+        self.end()
+        for error in (*failures, *self.complete(sources)):
             cause.add_note(f"placement: {error}")
 
     # --- as far as possible
 
-    def retreat(
-        self,
-        handles: Mapping[str, Handle],
-        plan: Plan,
-        *,
-        back_to: Mapping[Handle, Node] | None = None,
-        while_copying: Callable[[], object] = lambda: None,
-        ahead: Ahead = NOTHING_AHEAD,
-        is_together: bool = False,
-    ) -> list[Exception]:
-        """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns
-        the errors. `complete` comes once all ranks have voted.
-
-        All bytes move at once, or none: then each handle moves its own. A write that was found ends
-        the exchange, which is tried again: a handle raises it once.
-        """
-        others, engines = _split(handles)
-        errors = self._each(engines, lambda engine: self._engine_leaves(engine, plan))
-        self._begin(
-            dropping=_dropping(others, plan),
-            staying=ahead.staying,
-            while_copying=while_copying,
-            is_together=is_together,
-        )
-        targets = (
-            {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to
-        )
-        paths: list[tuple[Handle, list[Trigger]]] = []
+    def move_as_far_as_possible(self, t: Transition) -> list[Exception]:
+        """Bring every handle as far as possible towards its target. Returns the errors. `complete`
+        comes once all ranks have voted."""
+        targets = {handle: target_of(handle, t.plan) for handle in self._sources}
         try:
-            errors += self._each(
-                others,
-                lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))),
-            )
-            is_moved = any(triggers for _, triggers in paths)
-            self._fire_steps(paths, _BEFORE_MOVES, errors)
-            for _ in range(len(paths) + 1):
-                try:
-                    self._move(paths, releases_at_once=True)
-                    break
-                except LostWritesError as error:
-                    errors.append(error)
-                except Exception:  # raised again by the handle that cannot move
-                    break
-            self._fire_steps(paths, _FROM_MOVES_ON, errors)
-            if is_moved or errors:
-                errors += self._repair_all(
-                    [handle for handle in others if handle.storage.is_complete]
-                )
-            self._drop_gradients(others)
-            self._finish()
+            errors = self._move_each_if_not_all(targets)
+            adopt_dropped(t.handles.values())
+            return errors
         finally:
-            self._end()
+            self.end()
+
+    def _move_each_if_not_all(self, targets: Mapping[Handle, Node]) -> list[Exception]:
+        """All bytes move at once, or none: then each handle moves its own. A write that was found
+        ends the exchange, which is tried again: a handle raises it once."""
+        paths: list[tuple[Handle, list[Trigger]]] = []
+        errors = self.each_repaired(
+            targets,
+            lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))),
+        )
+        is_moved = any(triggers for _, triggers in paths)
+        self._fire_steps(paths, _BEFORE_MOVES, errors)
+        for _ in range(len(paths) + 1):
+            try:
+                self._move(paths, releases_at_once=True)
+                break
+            except LostWritesError as error:
+                errors.append(error)
+            except Exception:  # raised again by the handle that cannot move
+                break
+        self._fire_steps(paths, _FROM_MOVES_ON, errors)
+        if is_moved or errors:
+            errors += self._repair_all([handle for handle in targets if handle.storage.is_complete])
+        self._drop_gradients(targets)
         errors += self._complaints
         self._complaints = []
-        # An engine that could not leave is not asked again in this phase transition, because that
-        # may mean waiting again.
-        engines = [
-            engine
-            for engine in engines
-            if _residency_of(engine).resident_tags <= wanted_tags(engine, plan)
-        ]
-        errors += self._each(engines, lambda engine: self._engine_comes(engine, plan))
-        if not errors:
-            self.end_with(ahead)
         return errors
 
-    def _each(self, handles: Iterable[Handle], work: Callable[[Handle], object]) -> list[Exception]:
+    def each_repaired(
+        self, handles: Iterable[Handle], work: Callable[[Handle], object]
+    ) -> list[Exception]:
         """Repair every handle and do something with it, even if that fails for some. Returns the
         errors."""
         errors: list[Exception] = []
@@ -301,29 +224,21 @@ class Mover:
 
     # --- the beginning and the end of a phase transition
 
-    def _begin(self, room_bytes: int = 0, **fields: Any) -> None:
-        """Begin a phase transition with the chunks that the one before left, and with these fields
-        of its `Exchange`."""
+    def _renew(self, room_bytes: int = 0, **fields: Any) -> None:
+        """Make the exchange anew, with the chunks that the one before left, and with these fields
+        of `Exchange`."""
         self.chunk_pool = ChunkPool(self._device, room_bytes, left_by=self.chunk_pool)
-        self._exchange, self._moved = (
-            Exchange(self._device, self.chunk_pool, self._verifier, **fields),
-            {},
-        )
+        self._exchange = Exchange(self._device, self.chunk_pool, self._verifier, **fields)
+        self._moved = {}
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End the phase transition: forget it, except for errors still to be raised, and return its
         chunks to the driver."""
-        self._begin()
+        if not self._sources and not self.chunk_pool:
+            return
+        self._sources = {}
+        self._renew()
         self.chunk_pool.release()
-
-    def end_with(self, ahead: Ahead) -> None:
-        """End the phase transition: what arrives early gets the memory that it has freed (an exit
-        has none left), the driver the rest."""
-        try:
-            if ahead.begin is not None:
-                ahead.begin(self.chunk_pool)
-        finally:
-            self._end()
 
     def _drop_gradients(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop the gradients of what has left TRAINING and stays on the device."""
@@ -376,7 +291,7 @@ class Mover:
             if those
         ]
         # in the traces of torch's profiler
-        with self._failing(moving), record_function(f"placement: {'; '.join(texts)}"):
+        with self.failing(moving), record_function(f"placement: {'; '.join(texts)}"):
             moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)
         self._moved |= {
             handle: moved.get(holding, MoveResult())
@@ -384,7 +299,7 @@ class Mover:
         }
 
     @contextmanager
-    def _failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
+    def failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
         """Record an error in the block as the failure of these moves."""
         try:
             yield
@@ -412,20 +327,20 @@ class Mover:
                         # there, until the first offload.
                         if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
                             handle.storage.measure_unadopted()
-                        self._fire(handle, trigger)
+                        self.fire(handle, trigger)
                 except Exception as error:
                     if errors is None:
                         raise
                     errors.append(error)
                     triggers.clear()
 
-    def _fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
+    def fire(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None = None) -> None:
         """Make one state transition: do its work, commit it, record it. `tags`: those that an
         engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
         # this is recovery, or the exchange of all has failed
         if trigger in _MOVES and handle not in self._moved:
-            with self._failing([(handle, trigger)]):
+            with self.failing([(handle, trigger)]):
                 handle.require(trigger)
             self._move([(handle, [trigger])])
         try:
@@ -435,7 +350,7 @@ class Mover:
         except BaseException as error:
             self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
-        self._record(handle, trigger, source, began, moved)
+        self.record(handle, trigger, source, began, moved)
 
     def _work(self, handle: Handle, trigger: Trigger, tags: frozenset[str] | None) -> MoveResult:
         """Do what is left before the commit, once the bytes of a storage have moved. An engine
@@ -479,7 +394,7 @@ class Mover:
             self._complaints.append(error)
         return moved
 
-    def _record(
+    def record(
         self,
         handle: Handle,
         trigger: Trigger,
@@ -509,11 +424,13 @@ class Mover:
         """Repair every handle after failed moves, those that free memory before those that need it.
         Returns the errors."""
         doubtful = [
-            each
-            for each in handles
-            if each.storage.lost != each.broken or not each.storage.is_consistent_in(each.state)
+            handle
+            for handle in handles
+            if handle.storage.lost != handle.broken
+            or not handle.storage.is_consistent_in(handle.state)
         ]
-        return self._each(sorted(doubtful, key=lambda each: each.is_on_device), lambda _: None)
+        doubtful.sort(key=lambda handle: handle.is_on_device)
+        return self.each_repaired(doubtful, lambda _: None) if doubtful else []
 
     def _repair(self, handle: Handle) -> None:
         """Repair a handle after a failed move: bytes follow the stored decision, and the state
@@ -524,7 +441,7 @@ class Mover:
             if residency.doubt is None and bool(residency.resident_tags) is (
                 handle.state is State.CPU_OFFLOADED
             ):
-                self._fire_all(
+                self.fire_all(
                     handle,
                     (State.GPU_RESIDENT, True)
                     if residency.resident_tags
@@ -545,45 +462,18 @@ class Mover:
             and holding.on_device is (handle.state is State.CPU_OFFLOADED)
             and not handle.is_streaming
         ):
-            self._fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
+            self.fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
 
-    # --- engines that manage their own memory
-
-    def _engine_leaves(self, handle: Handle, plan: Plan) -> bool:
-        """Offload the tags that the plan does not want on the device. Returns whether there were
-        any."""
-        residency, stays = _residency_of(handle), wanted_tags(handle, plan)
-        if residency.resident_tags <= stays:
-            return False
-        if residency.resident_tags & stays:
-            self._move_part(
-                handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident_tags - stays)
-            )
-        else:
-            self._fire_all(handle, (State.CPU_OFFLOADED, False))
-        return True
-
-    def _engine_comes(self, handle: Handle, plan: Plan) -> None:
-        """Load the tags that the plan wants on the device, and bring the handle to its state."""
-        wanted = wanted_tags(handle, plan)
-        if _lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
-            self._move_part(handle, Trigger.LOAD, lambda: _residency_of(handle).load(wanted))
-        self._fire_all(handle, target_of(handle, plan), wanted)
-        if wanted:
-            _residency_of(handle).reopen()
-
-    def _fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
+    def fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
         """Fire an engine's triggers from the state of its machine, which may not be the state that
         the tags say. `tags`: those to load."""
         for trigger in PATHS[(handle.state, handle.state is not State.CPU_OFFLOADED), target]:
-            self._fire(handle, trigger, tags)
+            self.fire(handle, trigger, tags)
 
-    def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
-        """Load or offload some tags of an engine. Its state does not change, but the move is
-        recorded."""
-        began = time.monotonic()
-        with self._failing([(handle, trigger)]):
-            copied = work()
-        self._record(
-            handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied)
-        )
+
+def adopt_dropped(handles: Iterable[Handle]) -> None:
+    """Everything is where it belongs: take in optimizer state that modules have dropped as their
+    gradient."""
+    for handle in handles:
+        if handle.kind == "optimizer" and handle.holding is not None:
+            handle.holding.adopt_dropped()

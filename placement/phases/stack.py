@@ -22,7 +22,9 @@ from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
 from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
-from placement.phases.reconciler import PhaseRequest, Reconciler
+from placement.phases.plan_maker import PhaseRequest
+from placement.phases.ranks import LeavingRanks
+from placement.phases.reconciler import Reconciler
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -142,16 +144,15 @@ class PhaseStack:
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
-                plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
-                agree = None if self.lock.vote is None else self.lock.vote.agree
-                self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
+                plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
+                self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
                 self._journal.enter_phase(phases.name, phases.only)
                 # Not where the group's decision is unknown: other ranks may have entered the phase.
                 # Going back could be as wrong as going on.
                 if not isinstance(error, CoordinatorLost):
-                    _note(error, self.reconciler.retreat(phases.with_kept(back), phases.name))
+                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
@@ -183,18 +184,15 @@ class PhaseStack:
                     phases.kept = self._worth_keeping(phase)
                     plan, vote = phases.with_kept(plan), self.lock.vote
                     failures = self.reconciler.retreat(
-                        plan,
                         left_to,
+                        plan,
                         failures,
-                        patiently=error is None or isinstance(error, Exception),
+                        leaving=None if vote is None else LeavingRanks(vote, phase.name, error),
                         is_together=vote is not None and vote.all_leave(error),
-                        tell_ranks=None
-                        if vote is None
-                        else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
                     )
                 except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                     self._expire_keeps()
-                    self.reconciler.retreat(phases.plan_after(phase)[0], left_to)
+                    self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
                     raise
                 finally:
                     phases.all = others
@@ -236,7 +234,7 @@ class PhaseStack:
                     self.reconciler.carry_out_within(phase.name, phase.plan)
                 except BaseException as error:
                     phase.plan = plan
-                    _note(error, self.reconciler.retreat(plan, phase.name))
+                    _note(error, self.reconciler.retreat(phase.name, plan))
                     raise
 
     def _note_end(self, phase: OpenPhase) -> None:
@@ -275,6 +273,7 @@ class PhaseStack:
         replicated handle. If the move fails, the plans of the open phases are as before."""
         phases = self.phases
         plans = [each.plan for each in phases.all]
+        self.reconciler.take_in(handle)
         try:
             phases.extend(handle)
             plan = phases.base_plan()
@@ -291,8 +290,7 @@ class PhaseStack:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so
         that no plan has to know."""
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
-        if (written := self.reconciler.writes.take()) is not None:
-            raise written
+        self.reconciler.writes.raise_found()
         plan = self.phases.base_plan()
         named = {self.known(name).name for name in names}
         parts = {name: tags for name, tags in plan.parts.items() if name not in named}
@@ -311,8 +309,6 @@ class PhaseStack:
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
-        if self.reconciler.lease_client is not None:
-            self.reconciler.lease_client.settle(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -346,9 +342,10 @@ class PhaseStack:
         """See `Manager.rejoin`."""
         if self.phases.all:
             raise PhaseError(f"phase {self.phases.name!r} is open; leave it before rejoin()")
-        if failures := self.reconciler.retreat(self.phases.base_plan(), IDLE):
+        if failures := self.reconciler.retreat(IDLE, self.phases.base_plan()):
             _raise_all(failures)
-        self.lock.vote = self.reconciler.vote = GroupVote.rejoin(group)
+        self.lock.vote = GroupVote.rejoin(group)
+        self.reconciler.set_vote(self.lock.vote)
         self._planner.least = None
 
     def close(self, on_device: tuple[str, ...] = ()) -> None:
@@ -374,11 +371,7 @@ class PhaseStack:
                         failures.append(error)
                 if failures:
                     _raise_all(failures)
-                if self.reconciler.disk_tier is not None:
-                    self.reconciler.disk_tier.close()
                 self._device.close()
-                if self.reconciler.lease is not None:
-                    self.reconciler.lease.close()
                 self.lock.is_closed = True
                 if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)
@@ -420,7 +413,7 @@ class PhaseStack:
             self._expire_keeps()
             others = phases.without(gone[0])
             with self._leaving_to(others) as left_to:
-                failures = self.reconciler.retreat(phases.plan_after(gone[0])[0], left_to)
+                failures = self.reconciler.retreat(left_to, phases.plan_after(gone[0])[0])
             if self.lock.vote is not None:
                 self.lock.vote.abandoned(gone[0].name)
             # last, so that after an interrupt the next phase transition does all of this again

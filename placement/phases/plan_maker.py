@@ -1,0 +1,163 @@
+"""The plan of a phase that is about to begin: asked of the policy, and checked before a byte
+moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from placement.core.errors import EngineError, PhaseError, PlacementError
+from placement.core.journal import Journal
+from placement.core.states import IDLE, Plan, State, View
+from placement.group.vote import GroupVote
+from placement.phases.phase import OpenPhase, innermost
+from placement.planning.planner import (
+    Planner,
+    check_fits,
+    meant,
+    unknown_handle,
+    with_kept,
+    without_surplus,
+)
+from placement.registration.registry import Registry
+
+
+class PhaseRequest(NamedTuple):
+    """A phase that is to begin, and the phases and keeps around it."""
+
+    name: str
+    only: tuple[str, ...] | None
+    # the plan for the handles that `only` leaves out, without kept handles. Not used where `only`
+    # is None.
+    enclosing: Plan | None
+    around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
+    kept: frozenset[str]  # names of the handles that the phase before kept
+
+
+class PlanMaker:
+    """Makes the plans of one manager's phases, and builds the `Lazy` objects that they need."""
+
+    def __init__(self, planner: Planner, registry: Registry, journal: Journal) -> None:
+        self._planner = planner
+        self._registry = registry
+        self._handles = registry.handles
+        self._journal = journal
+
+    def make(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
+        """The plan for a phase, and the device bytes that the budget leaves beside it (see
+        `check_fits`). Every rank of a group does the same (`verb`). Raises PlacementError: there is
+        no plan, it does not fit, or it would generate with an engine without weights."""
+        try:
+            view, plan = self.ask(wanted)
+            for handle in list(self._handles.values()):
+                if handle.adapter is None and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                    self._registry.build(handle)
+                    view, plan = self.ask(wanted)  # ask again, because its size is known only now
+            plan = self.agreed(wanted, plan)
+            room_bytes = check_fits(view, plan, self._planner.other_rank(wanted.name))
+        except PlacementError:
+            self._journal.decisions["refuse"] += 1
+            raise
+        self._refuse_stale(wanted.name, plan)
+        return plan, room_bytes
+
+    def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+        """The plan that all ranks carry out. One process carries out its own."""
+        return plan
+
+    def ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
+        """The view that the policy was shown, and its plan, limited to what `only` names."""
+        view, plan = self._planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
+        for name in wanted.only or ():
+            if name not in self._handles:
+                raise PhaseError(f"only=: {unknown_handle(name, self._handles)}")
+        chosen = meant(wanted.only, self._handles)
+        if chosen is None or wanted.enclosing is None:
+            return view, plan
+        taken_over = [name for name in wanted.kept if plan.on_device(name)]
+        plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
+        if view.fits(plan):
+            return view, plan
+        return view, without_surplus(view, plan, self._needed(wanted))
+
+    def _needed(self, wanted: PhaseRequest) -> Plan:
+        """The plan with only what is needed: the phase decides about handles in `only`, the
+        enclosing phases about the others."""
+        needed = self._planner.needed(IDLE, None, wanted.kept)
+        enclosing = None
+        levels = [(phase.name, phase.only) for phase in wanted.around]
+        for name, only in [*levels, (wanted.name, wanted.only)]:
+            asked = self._planner.needed(name, enclosing, wanted.kept)
+            chosen = meant(only, self._handles)
+            needed = asked if chosen is None else asked.limited_to(chosen, needed)
+            enclosing = name
+        return needed
+
+    def _refuse_stale(self, name: str, plan: Plan) -> None:
+        """Raise EngineError for a phase that would generate with an engine that needs weights."""
+        roles = self._planner.computing_roles(name)
+        for handle in self._handles.values():
+            if (
+                handle.kind == "engine"
+                and (stale := handle.stale) is not None
+                and plan.on_device(handle.name)
+                and (handle.role or "rollout") in roles
+            ):
+                raise EngineError(
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot "
+                    f"use it: {stale}. Publish first: inside manager.phase('weight_sync'), pass "
+                    "every bucket of the actor's weights() to its update_weights()"
+                )
+
+
+class GroupPlanMaker(PlanMaker):
+    """The `PlanMaker` of a rank. All ranks base their plans on the least budget of the group."""
+
+    def __init__(
+        self, planner: Planner, registry: Registry, journal: Journal, vote: GroupVote
+    ) -> None:
+        super().__init__(planner, registry, journal)
+        self.vote = vote
+
+    def make(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
+        action = f"{verb} {wanted.name}"
+        if wanted.only is not None:
+            action += f" only={','.join(sorted(wanted.only))}"
+        self._planner.least = self.vote.propose(
+            action,
+            lambda: self._planner.budget_bytes(wanted.name),
+            self._planner.whereabouts,
+        )
+        return super().make(verb, wanted)
+
+    def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+        """The plan without what merely stays on this rank's device and not on every other's,
+        streaming what any rank streams. A policy that keeps what is on the device, or streams what
+        does not fit, gives another plan to a rank that was restarted, or has larger handles."""
+        if not self.vote.group.compares_plans:
+            return plan
+        chosen = meant(wanted.only, self._handles)
+        needed = self._planner.needed(
+            wanted.name, innermost(wanted.around), wanted.kept, at_rest=True
+        )
+        # the tag, by the handle's name and the text that the other ranks are told: state and tag
+        staying: dict[tuple[str, str], str] = {}
+        for name, state in plan.targets.items():
+            tags = self._tags(name, plan)
+            if chosen is None or name in chosen:
+                tags -= self._tags(name, needed)
+            for tag in tags:
+                staying[name, f"{state.value} {tag}"] = tag
+        stays, streamed = self.vote.in_common(staying, plan.streamed)
+        for name, lacked in staying.keys() - stays:
+            tags = self._tags(name, plan) - {staying[name, lacked]}
+            plan = replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
+        used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
+        return replace(plan, streamed=plan.streamed | (streamed & used))
+
+    def _tags(self, name: str, plan: Plan) -> frozenset[str]:
+        """The tags of an engine that a plan uses. Another handle that it uses has one, the empty
+        text."""
+        if plan.targets[name] is State.CPU_OFFLOADED:
+            return frozenset()
+        return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
