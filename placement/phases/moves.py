@@ -127,6 +127,8 @@ class Mover:
     def move(self, t: Transition) -> None:
         """Bring every handle to its target. An error leaves the handles in between: see
         `go_back`."""
+        if t.is_there:
+            return
         paths = [
             (handle, _path(handle, source, target_of(handle, t.plan)))
             for handle, source in self._sources.items()
@@ -140,9 +142,10 @@ class Mover:
     def commit(self, t: Transition) -> None:
         """Commit the loads that have waited for the group, and drop gradients that the plan
         drops."""
-        if failures := self.complete(self._sources):
-            raise failures[0]
-        self._drop_gradients(self._sources)
+        if not t.is_there:
+            if failures := self.complete(self._sources):
+                raise failures[0]
+            self._drop_gradients(self._sources)
         adopt_dropped(t.handles.values())
 
     def go_back(self, cause: BaseException) -> None:

@@ -43,16 +43,17 @@ class Transition:
 
     def __post_init__(self) -> None:
         self.is_there = is_there(self.handles, self.plan)
-        self.decisions = []
+        self.decisions = ["keep"] * len(self.handles) if self.is_there else self._decide()
+        self.loads = "load" in self.decisions
+        self.offloads = "offload" in self.decisions
+
+    def _decide(self) -> list[str]:
+        decisions = []
         for handle in self.handles.values():
             is_here = handle.state is not State.CPU_OFFLOADED and not handle.is_streaming
             is_wanted = self.plan.on_device(handle.name)
-            if self.is_there or is_here is is_wanted:
-                self.decisions.append("keep")
-            else:
-                self.decisions.append("load" if is_wanted else "offload")
-        self.loads = "load" in self.decisions
-        self.offloads = "offload" in self.decisions
+            decisions.append("keep" if is_here is is_wanted else "load" if is_wanted else "offload")
+        return decisions
 
 
 class Participant:
