@@ -63,6 +63,9 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FILE_BYTES = 1 << 60
 # the number of the process's memory mappings that the device leaves to all other code
 _OTHER_MAPPINGS = 4096
+# a smaller chunk makes small tests move many, a larger one makes a real model move few
+_LEAST_CHUNK_BYTES = 256 << 10
+_MOST_CHUNKS = 4096
 _ENTRY_BYTES = 8
 # the index of the byte with the flags in an entry of the page map
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
@@ -90,7 +93,8 @@ class SimulatedDevice(Device):
         capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra:
             `memory().total_bytes` is the sum of both.
         chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a
-            mapping; the kernel allows 65,530 by default.
+            mapping; the kernel allows 65,530 by default. None: 256 KiB up to a capacity of 1 GiB,
+            and above that so many that the device has at most 4,096 chunks.
         granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page
             size.
         bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no
@@ -111,7 +115,7 @@ class SimulatedDevice(Device):
         self,
         capacity_bytes: int | str,
         *,
-        chunk_bytes: int = 256 * 1024,
+        chunk_bytes: int | None = None,
         granularity: int = 4096,
         bandwidth_bytes_per_second: float | None = None,
         shared_with: str | Path | None = None,
@@ -122,6 +126,10 @@ class SimulatedDevice(Device):
                 f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second "
                 f"{bandwidth_bytes_per_second}"
             )
+        if chunk_bytes is None:
+            chunk_bytes = _LEAST_CHUNK_BYTES
+            while chunk_bytes * _MOST_CHUNKS < capacity_bytes:
+                chunk_bytes *= 2
         if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
             raise ValueError(
                 f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and "
