@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -39,50 +38,47 @@ _QUIET_SECONDS = 1.0  # a longer wait is logged
 
 class Turn:
     """One manager's turn on a GPU.
-
-    Args:
-        gpu: the GPU's UUID, the same text in all processes.
-        folder: the folder of the lock files, the same for all processes.
-        deadline_seconds: the longest time that `take` waits.
-
-    Raises PlacementError: the folder cannot be made, or the default one is another user's.
-    """
+    `gpu`: its UUID, the same text in all processes, as is the `folder` of the lock files.
+    Raises PlacementError: the folder cannot be made, or the default one is another user's."""
 
     def __init__(self, gpu: str, folder: str, deadline_seconds: float) -> None:
         self.gpu, self.deadline_seconds = gpu, deadline_seconds
-        _make_folder(folder)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise PlacementError(f"turns: cannot make the folder {folder}: {error}") from error
+        # another user may have made the default one, or a link there, because its name is known
+        if folder == TURNS_FOLDER and os.lstat(folder).st_uid != os.getuid():
+            raise PlacementError(
+                f"{folder} belongs to another user; set another folder: PLACEMENT_TURNS=/path"
+            )
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", gpu)[-40:]
-        name = f"{readable}-{hashlib.sha256(gpu.encode()).hexdigest()[:12]}"
-        self._lock, self._next = (
-            # not of a thread: `Manager.enter` and `Manager.leave` may be called in two
-            FileLock(Path(folder, f"{name}.{end}"), thread_local=False)
-            for end in ("turn", "next")
-        )
-        self._holder_file = Path(folder, f"{name}.holder")  # process and phase, for messages only
+        path = f"{folder}/{readable}-{hashlib.sha256(gpu.encode()).hexdigest()[:12]}"
+        # not of a thread: `Manager.enter` and `Manager.leave` may be called in two
+        self._lock = FileLock(f"{path}.turn", thread_local=False)
+        self._next = FileLock(f"{path}.next", thread_local=False)
+        self._holder_file = Path(f"{path}.holder")  # who has the turn, as a sentence for messages
 
     @property
     def is_held(self) -> bool:
         return self._lock.is_locked
 
     def take(self, phase: str) -> None:
-        """Wait until no other manager has the GPU.
-
-        Raises:
-            DeviceMemoryError: another one still has it at the deadline. The message names it.
-            PlacementError: the lock file cannot be opened.
-        """
+        """Wait until no other manager has the GPU. Raises DeviceMemoryError: one still has it at
+        the deadline, and the message names it; PlacementError: a file cannot be locked."""
         began, is_logged = time.monotonic(), False
         try:
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
                 if _try_lock(self._next) and _try_lock(self._lock):
+                    own = f"process {os.getpid()} has it since it entered phase {phase!r}"
                     with suppress(OSError):  # a full file system costs a name
-                        self._holder_file.write_text(f"{os.getpid()} {phase}")
+                        self._holder_file.write_text(own)
                     return
                 if not is_logged and time.monotonic() - began > _QUIET_SECONDS:
-                    is_logged = True
-                    logger.info(
-                        "phase %s waits for its turn on %s: %s", phase, self.gpu, self._holder()
-                    )
+                    is_logged, holder = True, self._holder()
+                    logger.info("phase %s waits for its turn on %s: %s", phase, self.gpu, holder)
+        except OSError as error:
+            raise PlacementError(f"turns: cannot lock {self._lock.lock_file}: {error}") from error
         finally:
             self._next.release()
         raise DeviceMemoryError(
@@ -100,38 +96,17 @@ class Turn:
 
     def _holder(self) -> str:
         try:
-            pid, phase = self._holder_file.read_text().split(maxsplit=1)
-        except (OSError, ValueError):
+            return self._holder_file.read_text()
+        except (OSError, ValueError):  # it is gone, or damaged
             return "another process has it"
-        own = " (this one)" if pid == str(os.getpid()) else ""
-        return f"process {pid}{own} has it since it entered phase {phase!r}"
 
 
 def _try_lock(lock: FileLock) -> bool:
     """Whether the lock is held now. Does not wait."""
-    if lock.is_locked:
-        return True
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return False
-    except OSError as error:
-        raise PlacementError(f"turns: cannot lock {lock.lock_file}: {error.strerror}") from error
-    return True
-
-
-def _make_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        found = os.stat(folder, follow_symlinks=False)
-    except OSError as error:
-        raise PlacementError(f"turns: cannot make the folder {folder}: {error.strerror}") from error
-    # its name is known, so another user may have made it first
-    is_own = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode)
-    if folder == TURNS_FOLDER and not is_own:
-        raise PlacementError(
-            f"{folder} belongs to another user; set another folder: PLACEMENT_TURNS=/path"
-        )
+    with suppress(Timeout):
+        if not lock.is_locked:
+            lock.acquire(blocking=False)
+    return lock.is_locked
 
 
 def turn_for(device: Device, settings: Settings, group: Group | None) -> Turn | None:
