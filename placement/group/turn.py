@@ -64,8 +64,11 @@ class Turn:
         return self._lock.is_locked
 
     def take(self, phase: str) -> None:
-        """Wait until no other manager has the GPU. Raises DeviceMemoryError: one still has it at
-        the deadline, and the message names it; PlacementError: a file cannot be locked."""
+        """Wait until this manager has the GPU, and no other. Raises DeviceMemoryError: another one
+        still has it at the deadline, and the message names it; PlacementError: a file cannot be
+        locked."""
+        if self.is_held:
+            return
         began, is_logged = time.monotonic(), False
         try:
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):

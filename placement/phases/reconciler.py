@@ -1,5 +1,5 @@
-"""One phase transition: wait for the turn on the device, ask the policy for a plan, agree on it
-with the group, and move the handles; or go back.
+"""One phase transition: ask the policy for a plan, agree on it with the group, and move the
+handles; or go back.
 
 `WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase
 transition, and remembered until one raises them.
@@ -244,13 +244,6 @@ class Reconciler:
         if name == IDLE:
             self.end_turn()
         return failures
-
-    def begin_turn(self, name: str) -> None:
-        """Wait until this manager has its turn on the device, for the phase `name`. What others
-        have given back is free from now on."""
-        if self.turn is not None and not self.turn.is_held:
-            self.turn.take(name)
-            self.measure()
 
     def end_turn(self) -> None:
         """Let others have the device, unless something of this manager is left on it. Called

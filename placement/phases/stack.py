@@ -142,7 +142,9 @@ class PhaseStack:
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
-                self.reconciler.begin_turn(wanted.name)
+                if self.reconciler.turn is not None:
+                    self.reconciler.turn.take(wanted.name)
+                    self.reconciler.measure()  # what others have given back is free now
                 plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
                 agree = None if self.lock.vote is None else self.lock.vote.agree
                 self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
@@ -300,7 +302,8 @@ class PhaseStack:
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.begin_turn(self.phases.name)
+        if self.reconciler.turn is not None:
+            self.reconciler.turn.take(self.phases.name)
         try:
             self.reconciler.carry_out_within(self.phases.name, plan)
         finally:

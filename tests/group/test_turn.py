@@ -238,6 +238,11 @@ def test_a_turn_is_of_the_outermost_phase(sharer: Sharer) -> None:
     with pytest.raises(ZeroDivisionError), sharer.manager.phase("log_prob"):
         raise ZeroDivisionError
     assert not sharer.has_turn
+    with sharer.manager.phase("idle"):
+        for _ in range(2):
+            with sharer.manager.phase("log_prob"):
+                assert sharer.has_turn
+    assert not sharer.has_turn
 
 
 def test_an_entry_that_fails_gives_the_turn_back(sharer: Sharer) -> None:
