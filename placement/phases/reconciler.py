@@ -1,5 +1,5 @@
-"""One phase transition: ask the policy for a plan, agree on it with the group, lease the memory,
-and move the handles; or go back.
+"""One phase transition: ask the policy for a plan, agree on it with the group, and move the
+handles; or go back.
 
 `WrongWrites` finds writes into the memory of offloaded handles. They are looked for at every phase
 transition, and remembered until one raises them.
@@ -23,12 +23,11 @@ from placement.core.errors import (
 )
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, WEIGHTS, HandleView, Plan, State, View
+from placement.core.states import IDLE, HandleView, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.memory import Outside, WrittenPoison
-from placement.group.lease import lease_for
+from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
-from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
 from placement.phases.phase import OpenPhase, innermost
 from placement.planning.host_tier import disk_tier_for
@@ -81,30 +80,16 @@ class Reconciler:
         self._verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, self._verifier, self._finish)
         self.vote = vote
-        self.lease = lease = (
-            None
-            if settings.leases is None
-            else lease_for(device, settings, None if vote is None else vote.group)
-        )
+        # None: this process takes whatever is free
+        self.turn = turn_for(device, settings, None if vote is None else vote.group)
         self.writes = WrongWrites(device, journal, registry.handles)
-        self.planner = Planner(
-            policy,
-            settings,
-            self._handles,
-            device.memory(),
-            None if lease is None else lease.capacity_bytes,
-        )
+        self.planner = Planner(policy, settings, self._handles, device.memory())
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
         # None: host memory has no limit
         self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)
         if self.disk_tier is not None:
             registry.admit = self.disk_tier.admit
         self.outside = Outside(device.communicators, self.planner.memory)
-        self.lease_client = (
-            None
-            if lease is None
-            else LeaseClient(lease, device, self._handles, self.planner, self._empty_device)
-        )
         # handles that are on the device although the last phase transition wanted them off it
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
@@ -184,10 +169,6 @@ class Reconciler:
         """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a
         group (`agree`) is asked.
         `room_bytes`: see `check_fits`."""
-        if self.lease_client is not None:
-            room_bytes = self.lease_client.take(name, plan, room_bytes)
-            # a wait for other processes takes all handles off the device
-            all_are_there = is_there(self._handles, plan)
         if self.disk_tier is not None:
             self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
@@ -211,13 +192,11 @@ class Reconciler:
         name: str,
         failures: Iterable[Exception] = (),
         *,
-        patiently: bool = False,
         is_together: bool = False,
         tell_ranks: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
         on the device. Returns `failures` and the errors.
-        `patiently`: wait for other processes if they hold memory that the plan needs.
         `is_together`: all ranks do the same now. `tell_ranks` tells the others how far this one
         came; it gets the errors, and returns them with those of the others."""
         all_are_there = is_there(self._handles, plan)
@@ -227,15 +206,12 @@ class Reconciler:
                 self._wait_for_work()
         if self.prefetcher.has_any:
             self.prefetcher.pause()
-        within, failures = plan, [*failures]
-        if self.lease_client is not None:
-            within, refused = self.lease_client.take_back(name, plan, patiently=patiently)
-            failures += refused
+        failures = [*failures]
         ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
             if self.disk_tier is not None:
-                self.disk_tier.prepare(within)
-            ahead, _ = self._look_ahead(name, within)
+                self.disk_tier.prepare(plan)
+            ahead, _ = self._look_ahead(name, plan)
         except Exception as error:  # the device failed
             failures.append(error)
         if all_are_there:
@@ -247,7 +223,7 @@ class Reconciler:
                 failures.append(error)
             failures += self._mover.retreat(
                 self._handles,
-                within,
+                plan,
                 while_copying=self._device.compare_poison,
                 ahead=ahead,
                 is_together=is_together,
@@ -259,17 +235,25 @@ class Reconciler:
         # a failed load may have brought one there
         self.left_behind = () if all_are_there else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)
-        if name == IDLE and self.lease_client is not None:
-            self._trim()
         self._end_transition(name, before)
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
-        return (
-            failures
-            if tell_ranks is None
-            else tell_ranks(failures) + self._mover.complete(self._handles.values())
-        )
+        if tell_ranks is not None:
+            failures = tell_ranks(failures) + self._mover.complete(self._handles.values())
+        if name == IDLE:
+            self.end_turn()
+        return failures
+
+    def end_turn(self) -> None:
+        """Let others have the device, unless something of this manager is left on it. Called
+        outside every phase."""
+        if self.turn is None or not self.turn.is_held:
+            return
+        if not any(each.is_on_device and not each.external for each in self._handles.values()):
+            if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+                self._device.trim()  # what torch's allocator has cached
+            self.turn.give_back()
 
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         if plan.prefetch or plan.streamed or self.prefetcher.has_any:
@@ -295,11 +279,9 @@ class Reconciler:
     def _end_transition(self, name: str, before: int) -> None:
         """End a phase transition: measure if anything has moved (`Journal.num_moves` was `before`),
         and give back what is not needed."""
-        if self.lease_client is not None or self._journal.num_moves != before:
+        if self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
-        if self.lease_client is not None:
-            self.lease_client.settle(name)
         if self.disk_tier is not None:
             self.disk_tier.arrange(name)
 
@@ -330,11 +312,6 @@ class Reconciler:
             ]
         )
 
-    def budget_bytes(self, name: str) -> int:
-        """Device bytes that all handles together may hold in a phase, as of now."""
-        budget_bytes = self.planner.budget_bytes(name)
-        return budget_bytes if self.lease is None else min(budget_bytes, self.lease.held_bytes)
-
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
         if self.has_unused:
@@ -358,12 +335,6 @@ class Reconciler:
                 raise
             # what needs the device next says so
             logger.warning("dropped gradients keep their memory: %s", str(error))
-
-    def _trim(self) -> None:
-        """Return the memory that torch's allocator has cached to the driver, for other processes.
-        Called outside every phase."""
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()
 
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
@@ -418,21 +389,6 @@ class Reconciler:
             chosen = meant(only, self._handles)
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
         return needed
-
-    def _empty_device(self) -> None:
-        """Offload everything, except weights that an engine would discard, because they could not
-        be loaded again. The process is about to wait for others that may be waiting for it."""
-        plan = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED))
-        for name, handle in self._handles.items():
-            if handle.external:
-                plan = plan.also(name, handle.state)
-            elif not handle.storage.keeps_weights and WEIGHTS in handle.storage.resident_tags:
-                plan = plan.also(name, handle.state, frozenset({WEIGHTS}))
-        failures = self._mover.retreat(self._handles, plan)
-        self._trim()
-        self.measure()
-        if failures:
-            raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
         """Raise EngineError for a phase that would generate with an engine that needs weights."""

@@ -142,6 +142,9 @@ class PhaseStack:
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
+                if self.reconciler.turn is not None:
+                    self.reconciler.turn.take(wanted.name)
+                    self.reconciler.measure()  # what others have given back is free now
                 plan, room_bytes, all_are_there = self.reconciler.prepare(verb, wanted)
                 agree = None if self.lock.vote is None else self.lock.vote.agree
                 self.reconciler.carry_out(wanted.name, plan, room_bytes, all_are_there, agree)
@@ -186,7 +189,6 @@ class PhaseStack:
                         plan,
                         left_to,
                         failures,
-                        patiently=error is None or isinstance(error, Exception),
                         is_together=vote is not None and vote.all_leave(error),
                         tell_ranks=None
                         if vote is None
@@ -300,7 +302,13 @@ class PhaseStack:
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.carry_out_within(self.phases.name, plan)
+        if self.reconciler.turn is not None:
+            self.reconciler.turn.take(self.phases.name)
+        try:
+            self.reconciler.carry_out_within(self.phases.name, plan)
+        finally:
+            if not self.phases.all:  # a load that failed has left nothing there
+                self.reconciler.end_turn()
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and
@@ -311,8 +319,8 @@ class PhaseStack:
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
-        if self.reconciler.lease_client is not None:
-            self.reconciler.lease_client.settle(self.phases.name)
+        if not self.phases.all:
+            self.reconciler.end_turn()
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -377,8 +385,8 @@ class PhaseStack:
                 if self.reconciler.disk_tier is not None:
                     self.reconciler.disk_tier.close()
                 self._device.close()
-                if self.reconciler.lease is not None:
-                    self.reconciler.lease.close()
+                if self.reconciler.turn is not None:
+                    self.reconciler.turn.give_back()
                 self.lock.is_closed = True
                 if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)

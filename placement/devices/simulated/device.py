@@ -17,7 +17,6 @@ import ctypes
 import mmap
 import os
 import re
-import secrets
 import sys
 import time
 import weakref
@@ -44,7 +43,6 @@ from placement.devices.base import (
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
-from placement.devices.ledger import Ledger, Note
 from placement.devices.memory import (
     Addresses,
     Chunk,
@@ -55,6 +53,7 @@ from placement.devices.memory import (
     Mark,
     WrittenPoison,
 )
+from placement.devices.simulated.capacity import SharedCapacity
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -99,9 +98,9 @@ class SimulatedDevice(Device):
             size.
         bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no
             limit.
-        shared_with: a path, the same for all processes that share the capacity, whose folder has
-            their ledger. Memory that a process drops without releasing is free for the others after
-            its own next call; memory of a dead process is free at once.
+        shared_with: a path, the same for all processes that share the capacity. Memory that a
+            process drops without releasing is free for the others after its own next call; memory
+            of a dead process is free at once.
 
     Attributes:
         outside_bytes: capacity that something else in this process has taken, such as a
@@ -403,35 +402,6 @@ def _sleep_until(seconds: float) -> None:
     s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
-
-
-class SharedCapacity:
-    """A device's claim on the capacity that devices of several processes share through a ledger,
-    and the sum of the other claims.
-    `path`: the same for all processes; the ledger is beside it."""
-
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self.path = Path(os.path.realpath(path))
-        self.capacity_bytes = capacity_bytes
-        self._ledger = Ledger.of(self.path.parent, self.path.name)
-        self._note = Note(token=secrets.token_hex(8), pid=os.getpid(), name="simulated")
-        self.claim(0, 0)
-
-    def leave(self) -> None:
-        """Hold nothing from now on. Waits for nobody: a device may die in the middle of another
-        one's claim."""
-        self._ledger.leave(self._note.token)
-
-    def claim(self, held_bytes: int, more_bytes: int) -> int:
-        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others
-        leave that much. Returns the bytes that the others hold: the claim for more was granted if
-        the total is within the capacity."""
-        with self._ledger.turn():
-            slot = self._ledger.join(self._note, held_bytes)
-            others = sum(each.held_bytes for each in self._ledger.claims() if each.slot != slot)
-            if more_bytes and held_bytes + more_bytes + others <= self.capacity_bytes:
-                self._ledger.hold(self._note.token, held_bytes + more_bytes)
-            return others
 
 
 # --- ranges, chunks and poison
