@@ -1,5 +1,4 @@
-"""A trainer and a rollout process share one GPU. Neither loads before the other has left enough
-memory.
+"""A trainer and a rollout process share one GPU. Neither loads before the other has left it.
 
 Runs anywhere in a few seconds: without a GPU both use one simulated device, whose capacity they
 share through a file.
@@ -28,12 +27,12 @@ WORK_SECONDS = 0.1
 
 
 def make_manager(role: str, folder: str) -> placement.Manager:
-    """Make the process's manager. On a GPU `placement.Manager(device="cuda:0", leases=True)` is all
+    """Make the process's manager. On a GPU `placement.Manager(device="cuda:0", turns=True)` is all
     it takes."""
     if torch.cuda.is_available():
-        return placement.Manager(device="cuda:0", leases=True, worker_role=role)
+        return placement.Manager(device="cuda:0", turns=True, worker_role=role)
     device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
-    return placement.Manager(device=device, leases=folder, headroom=0.0, worker_role=role)
+    return placement.Manager(device=device, turns=folder, headroom=0.0, worker_role=role)
 
 
 def rollout(folder: str, begin: Barrier) -> None:
@@ -78,12 +77,9 @@ def trainer(folder: str, begin: Barrier) -> None:
 
 
 def report(role: str, manager: placement.Manager) -> None:
-    lease = manager.snapshot().lease
-    assert lease is not None
-    waited = f"waited {lease.waited_seconds:.2f} s for the other"
-    print(
-        f"{role}: {STEPS} phases, {waited}, leases {lease.held_bytes} bytes at the end", flush=True
-    )
+    phase = "train" if role == "trainer" else "rollout"
+    stalled = manager.snapshot().phase_stall_seconds[phase]
+    print(f"{role}: {STEPS} phases, stood {stalled:.2f} s for moves and the other", flush=True)
     manager.close()
 
 

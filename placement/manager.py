@@ -93,7 +93,7 @@ class Manager:
             the handles hold, less what other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this
         process alone. worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom,
+        settings: the other fields of `Settings` (turns, phases, strict, verify, headroom,
         pinned_limit_bytes, discovery, ...).
 
     Raises:
@@ -123,7 +123,7 @@ class Manager:
         chosen |= {"policy": policy} if isinstance(policy, str) else {}
         self.settings = Settings.from_any(chosen)
         self.policy = resolve_policy(policy)
-        is_tight = self.settings.budget_bytes is not None or self.settings.leases is not None
+        is_tight = self.settings.budget_bytes is not None or self.settings.turns is not None
         self.device = (
             select_device(self.settings.device, is_tight=is_tight)
             if isinstance(wanted, str)
@@ -458,10 +458,15 @@ class Manager:
         look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
-            plan, writes = self._stack.phases.base_plan(), self._stack.reconciler.writes
-            writes.look(wait=True, at_counters=True)
+            plan, reconciler = self._stack.phases.base_plan(), self._stack.reconciler
+            reconciler.writes.look(wait=True, at_counters=True)
             return audit.audit(
-                self.handles, plan, self.device, writes.findings, self._stack.reconciler.outside
+                self.handles,
+                plan,
+                self.device,
+                reconciler.writes.findings,
+                reconciler.outside,
+                reconciler.turn,
             )
 
     def check_integrity(self) -> None:

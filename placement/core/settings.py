@@ -27,8 +27,8 @@ from pydantic import (
 from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
 PREFIX = "PLACEMENT_"
-LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks the folder's owner
-"""The default folder in which one user's processes on one node agree on the bytes of each GPU."""
+TURNS_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - `Turn` checks the folder's owner
+"""The default folder of the lock files by which one user's processes on one node take turns."""
 
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "off"]
@@ -158,18 +158,13 @@ class Settings(BaseModel):
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
     run: str | None = None
     """The run's name in that folder. None: the name that torchrun or Slurm gives."""
-    leases: str | None = None
-    """Whether processes that share the GPU agree on its bytes before they load. True ("on" in the
-    environment) uses the default folder; a path names the folder, the same for all of them. None or
-    "off": this process takes whatever is free."""
-    lease_capacity_bytes: Bytes | None = Field(default=None, gt=0)
-    """Device bytes that all these processes may use together; "70GiB" works too. None: the device's
-    memory."""
-    lease_priority: int = 0
-    """The process with the higher priority is served first. Equal priorities are served in order of
-    arrival."""
-    lease_deadline_seconds: float = Field(default=600.0, gt=0)
-    """The longest time in seconds that a phase waits for the bytes it needs."""
+    turns: str | None = None
+    """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
+    until everything has left the device. True ("on" in the environment) uses the default folder for
+    the lock files; a path names the folder, the same for all of them. None or "off": this process
+    takes whatever is free."""
+    turn_deadline_seconds: float = Field(default=600.0, gt=0)
+    """The longest time in seconds that a phase waits for its turn."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,14 +184,14 @@ class Settings(BaseModel):
             )
         return data
 
-    @field_validator("leases", mode="before")
+    @field_validator("turns", mode="before")
     @classmethod
-    def _leases_folder(cls, value: Any) -> Any:
+    def _turns_folder(cls, value: Any) -> Any:
         word = str(value).lower()
         if value is None or word in _OFF:
             return None
         if word in _ON:
-            return LEASES_FOLDER
+            return TURNS_FOLDER
         return _folder(
             value, 'write on, off, or the absolute path of a folder such as "/dev/shm/placement"'
         )
@@ -293,10 +288,8 @@ class SettingsKeywords(TypedDict, total=False):
     headroom: float
     discovery: str | None
     run: str | None
-    leases: bool | str | os.PathLike[str] | None
-    lease_capacity_bytes: int | str | None
-    lease_priority: int
-    lease_deadline_seconds: float
+    turns: bool | str | os.PathLike[str] | None
+    turn_deadline_seconds: float
 
 
 def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:

@@ -102,38 +102,6 @@ class DurationHistogram(Frozen):
     sum_seconds: float
 
 
-class LeaseHolder(Frozen):
-    """One process that shares the GPU by leases."""
-
-    name: str  # the process's name; "?" where its entry in the ledger is damaged
-    pid: int
-    held_bytes: int
-    wanted_bytes: int  # bytes that the process waits for; 0 when it does not wait
-    waiting_seconds: float
-    priority: int
-    is_mine: bool
-
-
-class LeaseSnapshot(Frozen):
-    """The lease of this process on a shared GPU, and the leases of the other processes."""
-
-    gpu: str
-    capacity_bytes: int  # bytes that all processes may use together
-    held_bytes: int
-    wanted_bytes: int  # bytes that this process waits for now; 0 when it does not wait
-    waited_seconds: float  # total time that this process has waited, including a wait in progress
-    holders: tuple[LeaseHolder, ...]  # all processes with a lease, including this one
-
-    @property
-    def others_bytes(self) -> int:
-        """Bytes leased by other processes."""
-        return sum(each.held_bytes for each in self.holders if not each.is_mine)
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.holders)
-
-
 @dataclass(frozen=True, slots=True)
 class Communicator:
     """A communicator of this process, whose device memory is neither torch's allocator's nor
@@ -196,8 +164,6 @@ class Snapshot(Frozen):
     device_total_bytes: int
     peak_bytes: int
     """The largest number of bytes that the handles have held together."""
-    lease: LeaseSnapshot | None = None
-    """The lease; None where the GPU is not shared by leases."""
 
     def since(self, earlier: Snapshot) -> dict[str, float]:
         """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since
@@ -268,7 +234,7 @@ class Finding(Frozen):
     handle: str | None
     what: str
     """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write",
-    "unregistered_optimizer", "needs_weights"."""
+    "unregistered_optimizer", "needs_weights", "turn"."""
     detail: str
 
 

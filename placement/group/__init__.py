@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from placement.core import on_demand as _on_demand
-from placement.group.lease import Lease
 from placement.group.protocol import Board, BoardLost, Group
 
 if TYPE_CHECKING:
     from placement.group.store import StoreGroup, from_environment
 
-__all__ = ["Board", "BoardLost", "Group", "Lease", "StoreGroup", "from_environment"]
+__all__ = ["Board", "BoardLost", "Group", "StoreGroup", "from_environment"]
 
 __getattr__ = _on_demand(__name__, dict.fromkeys(("StoreGroup", "from_environment"), "store"))

@@ -80,40 +80,6 @@ class _Metric(NamedTuple):
         return family
 
 
-def _of_lease(field: str) -> Callable[[Snapshot], float | None]:
-    return lambda snapshot: None if snapshot.lease is None else getattr(snapshot.lease, field)
-
-
-_LEASE = (
-    (
-        "placement_lease_bytes",
-        ("Device bytes that this process has leased; absent without leases."),
-        "held_bytes",
-    ),
-    (
-        "placement_lease_capacity_bytes",
-        ("Device bytes that all processes under leases may use together."),
-        "capacity_bytes",
-    ),
-    ("placement_lease_others_bytes", "Device bytes leased by other processes.", "others_bytes"),
-    (
-        "placement_lease_wanted_bytes",
-        ("Device bytes that this process waits to lease."),
-        "wanted_bytes",
-    ),
-    # /state names them
-    (
-        "placement_lease_processes",
-        ("Processes with a lease on the device, this one included."),
-        "num_processes",
-    ),
-    (
-        "placement_lease_wait_seconds_total",
-        ("Seconds spent waiting for other processes to free memory, up to now."),
-        "waited_seconds",
-    ),
-)
-"""The name, the text, and the field of `LeaseSnapshot`."""
 _OF_HANDLE = (
     _Metric(
         "placement_state",
@@ -210,7 +176,6 @@ _OF_WORKER = (
         "placement_other_processes_bytes",
         "Device bytes of other processes; absent where NVML does not report them.",
     ),
-    *(_Metric(name, text, value=_of_lease(field)) for name, text, field in _LEASE),
     _Metric("placement_budget_bytes", "Device bytes that the handles may hold together."),
     _Metric("placement_device_used_bytes", "Device bytes in use, all processes."),
     _Metric("placement_device_total_bytes", "Device bytes in total."),

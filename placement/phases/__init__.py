@@ -1,2 +1,2 @@
 """Phases: the stack of open phases, phase transitions from plan to moved bytes, and the checks on
-the way (leases, writes, audits)."""
+the way (turns, writes, audits)."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from placement.core.errors import IntegrityError, RegistrationError
+from placement.core.errors import IntegrityError, RegistrationError, listed
 from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
     from placement.devices.memory import Outside
+    from placement.group.turn import Turn
     from placement.phases.stack import PhaseStack
 
 
@@ -62,7 +63,6 @@ def take_snapshot(
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
         peak_bytes=stack.reconciler.peak_bytes,
-        lease=None,
     )
 
 
@@ -123,6 +123,7 @@ def audit(
     device: Device,
     written: Sequence[tuple[str | None, str]],
     outside: Outside,
+    turn: Turn | None,
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
     tensor, so not for the hot path.
@@ -141,6 +142,11 @@ def audit(
     for name, what in written:
         detail = f"{what}; the written value is lost, and the next phase transition raises it"
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
+    if turn is not None and turn.is_held:
+        left = [h.name for h in handles.values() if h.is_on_device and not plan.on_device(h.name)]
+        if left:
+            detail = f"the turn on {turn.gpu} does not end while {listed(left)} is on the device"
+            findings.append(Finding(handle=None, what="turn", detail=detail))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [

@@ -10,9 +10,10 @@ from typing import Any
 
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import Plan
+from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
+from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
 from placement.phases.engines import Engines
@@ -53,6 +54,8 @@ class Reconciler:
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
         self.outside = Outside(device.communicators, self.planner.memory)
         self.writes = WrongWrites(device, journal, self._handles)
+        # None: this process takes whatever is free
+        self.turn = turn_for(device, settings, None if vote is None else vote.group)
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
@@ -197,8 +200,23 @@ class Reconciler:
                 transition.errors.append(error)
         mover.end()
         self._end_transition(num_moves)
-        transition.errors += mover.complete(self._handles.values())
+        if leaving is not None or not transition.is_there:
+            transition.errors += mover.complete(self._handles.values())
+        if name == IDLE:
+            self.end_turn()
         return transition.errors
+
+    def end_turn(self) -> None:
+        """Let others have the device, unless something of this manager is left on it. Called
+        outside every phase."""
+        if self.turn is None or not self.turn.is_held:
+            return
+        for handle in self._handles.values():
+            if handle.is_on_device and not handle.external:
+                return
+        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+            self._device.trim()  # what torch's allocator has cached
+        self.turn.give_back()
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         handles = []

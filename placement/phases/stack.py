@@ -144,6 +144,9 @@ class PhaseStack:
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
+                if self.reconciler.turn is not None:
+                    self.reconciler.turn.take(wanted.name)
+                    self.reconciler.measure()  # what others have given back is free now
                 plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
@@ -298,7 +301,13 @@ class PhaseStack:
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self.reconciler.carry_out_within(self.phases.name, plan)
+        if self.reconciler.turn is not None:
+            self.reconciler.turn.take(self.phases.name)
+        try:
+            self.reconciler.carry_out_within(self.phases.name, plan)
+        finally:
+            if not self.phases.all:  # a load that failed has left nothing there
+                self.reconciler.end_turn()
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and
@@ -309,6 +318,8 @@ class PhaseStack:
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
+        if not self.phases.all:
+            self.reconciler.end_turn()
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -372,6 +383,8 @@ class PhaseStack:
                 if failures:
                     _raise_all(failures)
                 self._device.close()
+                if self.reconciler.turn is not None:
+                    self.reconciler.turn.give_back()
                 self.lock.is_closed = True
                 if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)

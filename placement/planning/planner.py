@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from placement.core.errors import DeviceMemoryError, PolicyError
+from placement.core.errors import DeviceMemoryError, PolicyError, listed
 from placement.core.settings import Settings, nearest
 from placement.core.snapshot import mib
 from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, bytes_under
@@ -82,9 +82,7 @@ class Planner:
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes
     that the handles hold, minus the additional bytes that others (activations, the framework) were
     seen to need in this phase. Before a phase has run once, the fraction `headroom` of the settings
-    is left free instead. If the device is shared under leases, all its processes may use
-    `leased_from_bytes` together. Memory that other processes hold now counts as free then, because
-    a phase waits for it.
+    is left free instead.
     """
 
     def __init__(
@@ -93,12 +91,10 @@ class Planner:
         settings: Settings,
         handles: Mapping[str, Handle],
         memory: DeviceMemory,
-        leased_from_bytes: int | None = None,
     ) -> None:
         self._policy = policy
         self._settings = settings
         self._handles = handles
-        self._leased_from_bytes = leased_from_bytes
         self.history = PhaseHistory()
         self.memory = memory  # the device's memory as measured last
         # the most bytes that others were seen to need in each phase
@@ -122,12 +118,25 @@ class Planner:
         policy gave no valid plan."""
         view = self.view(phase, enclosing, kept)
         plan = ask_policy(self._policy, view)
+        if phase == IDLE and self._settings.turns is not None:
+            self._refuse_to_stay(view, plan)
         used = [
             handle
             for name, handle in self._handles.items()
             if plan.targets[name] is not State.CPU_OFFLOADED
         ]
         return self.ask(phase, enclosing, kept) if _follow_param_groups(used) else (view, plan)
+
+    def _refuse_to_stay(self, view: View, plan: Plan) -> None:
+        """Raise PolicyError for a plan with which a turn would never end."""
+        own = [handle.name for handle in view.handles.values() if not handle.external]
+        staying = [name for name in own if plan.on_device(name) or name in plan.prefetch]
+        if staying:
+            raise PolicyError(
+                f"policy {self._policy.name!r} has {listed(staying)} on the device outside every "
+                "phase, so this process's turn would never end. Choose a policy that leaves "
+                "nothing there ('colocated', 'cyclic(idle=\"empty\")'), or turns='off'"
+            )
 
     def needed(
         self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False
@@ -181,13 +190,8 @@ class Planner:
     def budget_bytes(self, phase: str, views: Iterable[HandleView] | None = None) -> int:
         """Device bytes that all handles (`views`) of this rank together may hold in a phase, as of
         now. May be called on any thread."""
-        given, leased = self._settings.budget_bytes, self._leased_from_bytes
-        if leased is not None:
-            return min(
-                leased if given is None else given, leased - self._leased_beside_bytes(phase)
-            )
-        if given is not None:
-            return given
+        if self._settings.budget_bytes is not None:
+            return self._settings.budget_bytes
         handles = [*self._handles.values()] if views is None else views
         available = self.memory.free_bytes + self._born_bytes
         for each in handles:
@@ -208,10 +212,8 @@ class Planner:
         )
 
     def room_bytes(self, phase: str, plan: Plan) -> int:
-        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0
-        under leases: others wait for it."""
-        if self._leased_from_bytes is not None:
-            return 0
+        """Device bytes that the budget of a phase leaves beside its plan, for what arrives
+        early."""
         view = self.view(phase, None, frozenset())
         return max(0, view.budget_bytes - view.bytes_of(plan))
 
@@ -224,22 +226,6 @@ class Planner:
             if seen is None
             else max(0, seen - memory.torch_reserved_bytes)
         )
-
-    def working_bytes(self, phase: str) -> int:
-        """Device bytes to lease for a phase in addition to the handles': for activations, and for
-        the cache of torch's allocator."""
-        return max(self._leased_beside_bytes(phase), self._reserved_by_others()) + self._state_bytes
-
-    def _leased_beside_bytes(self, phase: str) -> int:
-        """The most bytes that torch's allocator reserved in the phase; before its first run the
-        headroom, if the user gave no budget."""
-        leased = self._leased_from_bytes or 0
-        guess = (
-            int(leased * self._settings.headroom)
-            if self._settings.budget_bytes is None and phase != IDLE
-            else 0
-        )
-        return min(leased, self._others_bytes.get(phase, guess))
 
     def measure(self, memory: DeviceMemory) -> int:
         """Measure the handles, beside the device's memory. Returns the device bytes that they

@@ -286,37 +286,15 @@ def own_engine(tools: Tools) -> Iterator[Names]:
 
 
 @context
-def leases(tools: Tools) -> Iterator[Names]:
+def turns(tools: Tools) -> Iterator[Names]:
     """A GPU that processes share."""
-    tools.monkeypatch.setattr("placement.core.settings.LEASES_FOLDER", str(tools.folder / "leases"))
     tools.take_for_gpu(SimulatedDevice(16 << 20, shared_with=tools.folder / "capacity"))
-    names: Names = {"placement": placement}
+    folder = tools.folder / "turns"
+    tools.replaced |= {"/dev/shm/placement-turns": str(folder)}
+    names: Names = {"placement": placement, "...": None}
     yield names
-    lease = names["manager"].snapshot().lease
-    assert lease is not None
-    assert lease.capacity_bytes == 16 << 20
-    assert len(lease.holders) == 1
+    assert {file.suffix for file in folder.iterdir()} == {".turn", ".next"}
     names["manager"].close()
-
-
-@context
-def lease_by_hand(tools: Tools) -> Iterator[Names]:
-    """An engine with a sleep of its own, in a process without a manager."""
-    tools.monkeypatch.setattr("placement.group.lease.LEASES_FOLDER", str(tools.folder / "leases"))
-    held: list[int] = []
-
-    class Sleeping:
-        def wake_up(self) -> None:
-            held.append(names["lease"].held_bytes)
-
-        def sleep(self, *, level: int) -> None:
-            assert level == 1
-
-    names: Names = {"placement": placement, "gpu_uuid": "GPU-1", "engine": Sleeping(), "...": None}
-    yield names
-    assert held == [60 << 30]
-    assert names["lease"].held_bytes == 0
-    names["lease"].close()
 
 
 @context

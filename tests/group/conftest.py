@@ -1,4 +1,4 @@
-"""What the tests of groups and leases share."""
+"""What the tests of groups and turns share."""
 
 from __future__ import annotations
 

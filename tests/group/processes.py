@@ -1,4 +1,4 @@
-"""Processes for the tests of groups and leases, which hold an object each and call its methods."""
+"""Processes for the tests of groups and turns, which hold an object each and call its methods."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 processes = multiprocessing.get_context("forkserver")
-_IMPORTED = ("tests.support.warm", "tests.group.fault_worker", "tests.group.lease_processes")
+_IMPORTED = ("tests.support.warm", "tests.group.fault_worker", "tests.group.turn_processes")
 processes.set_forkserver_preload([*_IMPORTED])
 
 

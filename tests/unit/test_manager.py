@@ -152,7 +152,7 @@ def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(
 
 @pytest.mark.parametrize(
     ("given", "is_tight"),
-    [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)],
+    [({}, False), ({"budget_bytes": "1GiB"}, True), ({"turns": "turns"}, True)],
 )
 def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], is_tight: bool
@@ -166,9 +166,7 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch.setattr("placement.manager.select_device", select)
     Manager(
         device="cuda:0",
-        **{
-            key: str(tmp_path / value) if key == "leases" else value for key, value in given.items()
-        },
+        **{key: str(tmp_path / value) if key == "turns" else value for key, value in given.items()},
     ).close()
     assert asked == [("cuda:0", is_tight)]
 

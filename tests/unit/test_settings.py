@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 from pydantic import ValidationError
 
-from placement.core.settings import LEASES_FOLDER, Settings, SettingsKeywords, parse_bytes
+from placement.core.settings import TURNS_FOLDER, Settings, SettingsKeywords, parse_bytes
 from placement.manager import Manager, ManagerKeywords
 
 
@@ -61,10 +61,8 @@ EVERYTHING: dict[str, Any] = {
     "headroom": 0.1,
     "discovery": "/shared/targets",
     "run": "grpo-7",
-    "leases": "/shared/leases",
-    "lease_capacity_bytes": "70GiB",
-    "lease_priority": 3,
-    "lease_deadline_seconds": 30.5,
+    "turns": "/shared/turns",
+    "turn_deadline_seconds": 30.5,
 }
 PARSED = Settings(
     **(
@@ -72,7 +70,6 @@ PARSED = Settings(
         | {
             "budget_bytes": 12 << 30,
             "pinned_limit_bytes": 96 << 30,
-            "lease_capacity_bytes": 70 << 30,
         }
     )
 )
@@ -129,26 +126,26 @@ def test_an_unquoted_off_of_yaml_is_off() -> None:
 @pytest.mark.parametrize(
     ("given", "folder"),
     [
-        (True, LEASES_FOLDER),
-        ("1", LEASES_FOLDER),
-        (Path("/shared/leases"), "/shared/leases"),
+        (True, TURNS_FOLDER),
+        ("1", TURNS_FOLDER),
+        (Path("/shared/turns"), "/shared/turns"),
         ("Off", None),
         (None, None),
     ],
 )
-def test_leases_are_on_off_or_in_a_folder(
+def test_turns_are_on_off_or_in_a_folder(
     given: Any, folder: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Settings.from_any({"leases": given}).leases == folder
+    assert Settings.from_any({"turns": given}).turns == folder
     if given is not None:
-        monkeypatch.setenv("PLACEMENT_LEASES", str(given))
-        assert Settings.from_any(None).leases == folder
+        monkeypatch.setenv("PLACEMENT_TURNS", str(given))
+        assert Settings.from_any(None).turns == folder
 
 
 @pytest.mark.parametrize("given", ["ture", "some/folder", "", 7, 0.5, ["/a"]])
-def test_leases_that_are_none_of_these(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"leases: .*on, off, or the absolute path of a folder"):
-        Settings.from_any({"leases": given})
+def test_turns_that_are_none_of_these(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"turns: .*on, off, or the absolute path of a folder"):
+        Settings.from_any({"turns": given})
 
 
 def test_settings_are_frozen_and_go_through_json() -> None:
@@ -262,6 +259,6 @@ def test_the_keywords_are_the_fields_of_settings() -> None:
     assert ManagerKeywords.__annotations__.keys() == named | others
     assert ManagerKeywords.__required_keys__ == frozenset()
     fields, keywords = get_type_hints(Settings), get_type_hints(SettingsKeywords)
-    words = "verify strict headroom discovery run lease_priority lease_deadline_seconds"
+    words = "verify strict headroom discovery run turn_deadline_seconds"
     for name in words.split():
         assert keywords[name] == fields[name], name

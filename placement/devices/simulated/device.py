@@ -17,7 +17,6 @@ import ctypes
 import mmap
 import os
 import re
-import secrets
 import sys
 import time
 import weakref
@@ -44,7 +43,6 @@ from placement.devices.base import (
 from placement.devices.host import slab
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
-from placement.devices.ledger import Ledger, Note
 from placement.devices.memory import (
     Addresses,
     Chunk,
@@ -55,6 +53,7 @@ from placement.devices.memory import (
     Mark,
     WrittenPoison,
 )
+from placement.devices.simulated.capacity import SharedCapacity
 
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -63,6 +62,9 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FILE_BYTES = 1 << 60
 # the number of the process's memory mappings that the device leaves to all other code
 _OTHER_MAPPINGS = 4096
+# a smaller chunk makes small tests move many, a larger one makes a real model move few
+_LEAST_CHUNK_BYTES = 256 << 10
+_MOST_CHUNKS = 4096
 _ENTRY_BYTES = 8
 # the index of the byte with the flags in an entry of the page map
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
@@ -90,14 +92,15 @@ class SimulatedDevice(Device):
         capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra:
             `memory().total_bytes` is the sum of both.
         chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a
-            mapping; the kernel allows 65,530 by default.
+            mapping; the kernel allows 65,530 by default. None: 256 KiB up to a capacity of 1 GiB,
+            and above that so many that the device has at most 4,096 chunks.
         granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page
             size.
         bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no
             limit.
-        shared_with: a path, the same for all processes that share the capacity, whose folder has
-            their ledger. Memory that a process drops without releasing is free for the others after
-            its own next call; memory of a dead process is free at once.
+        shared_with: a path, the same for all processes that share the capacity. Memory that a
+            process drops without releasing is free for the others after its own next call; memory
+            of a dead process is free at once.
 
     Attributes:
         outside_bytes: capacity that something else in this process has taken, such as a
@@ -111,7 +114,7 @@ class SimulatedDevice(Device):
         self,
         capacity_bytes: int | str,
         *,
-        chunk_bytes: int = 256 * 1024,
+        chunk_bytes: int | None = None,
         granularity: int = 4096,
         bandwidth_bytes_per_second: float | None = None,
         shared_with: str | Path | None = None,
@@ -122,6 +125,10 @@ class SimulatedDevice(Device):
                 f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second "
                 f"{bandwidth_bytes_per_second}"
             )
+        if chunk_bytes is None:
+            chunk_bytes = _LEAST_CHUNK_BYTES
+            while chunk_bytes * _MOST_CHUNKS < capacity_bytes:
+                chunk_bytes *= 2
         if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
             raise ValueError(
                 f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and "
@@ -395,35 +402,6 @@ def _sleep_until(seconds: float) -> None:
     s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
-
-
-class SharedCapacity:
-    """A device's claim on the capacity that devices of several processes share through a ledger,
-    and the sum of the other claims.
-    `path`: the same for all processes; the ledger is beside it."""
-
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self.path = Path(os.path.realpath(path))
-        self.capacity_bytes = capacity_bytes
-        self._ledger = Ledger.of(self.path.parent, self.path.name)
-        self._note = Note(token=secrets.token_hex(8), pid=os.getpid(), name="simulated")
-        self.claim(0, 0)
-
-    def leave(self) -> None:
-        """Hold nothing from now on. Waits for nobody: a device may die in the middle of another
-        one's claim."""
-        self._ledger.leave(self._note.token)
-
-    def claim(self, held_bytes: int, more_bytes: int) -> int:
-        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others
-        leave that much. Returns the bytes that the others hold: the claim for more was granted if
-        the total is within the capacity."""
-        with self._ledger.turn():
-            slot = self._ledger.join(self._note, held_bytes)
-            others = sum(each.held_bytes for each in self._ledger.claims() if each.slot != slot)
-            if more_bytes and held_bytes + more_bytes + others <= self.capacity_bytes:
-                self._ledger.hold(self._note.token, held_bytes + more_bytes)
-            return others
 
 
 # --- ranges, chunks and poison

@@ -1,0 +1,127 @@
+"""Turns: one manager at a time has a GPU, from the entry of its outermost phase until everything
+has left the device.
+
+A turn is a lock on a file that is named after the GPU. The kernel ends it with the process that has
+it. A manager that waits has a second file locked, `.next`: so one that has just left does not
+overtake it.
+
+Each rank of a group takes the turn of its own GPU, before the group's vote. Two groups may each get
+some of the GPUs that both need. Neither goes on then, and the deadline ends their wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from placement.core import interrupts
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.journal import logger
+from placement.core.settings import TURNS_FOLDER
+
+if TYPE_CHECKING:
+    from placement.core.settings import Settings
+    from placement.devices.base import Device
+    from placement.group.protocol import Group
+
+# pause between two looks of a waiting manager: the first pause, and the longest
+_LOOK_SECONDS = (0.001, 0.02)
+_QUIET_SECONDS = 1.0  # a longer wait is logged
+
+
+class Turn:
+    """One manager's turn on a GPU.
+    `gpu`: its UUID, the same text in all processes, as is the `folder` of the lock files.
+    Raises PlacementError: the folder cannot be made, or the default one is another user's."""
+
+    def __init__(self, gpu: str, folder: str, deadline_seconds: float) -> None:
+        self.gpu, self.deadline_seconds = gpu, deadline_seconds
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise PlacementError(f"turns: cannot make the folder {folder}: {error}") from error
+        # another user may have made the default one, or a link there, because its name is known
+        if folder == TURNS_FOLDER and os.lstat(folder).st_uid != os.getuid():
+            raise PlacementError(
+                f"{folder} belongs to another user; set another folder: PLACEMENT_TURNS=/path"
+            )
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", gpu)[-40:]
+        path = f"{folder}/{readable}-{hashlib.sha256(gpu.encode()).hexdigest()[:12]}"
+        # not of a thread: `Manager.enter` and `Manager.leave` may be called in two
+        self._lock = FileLock(f"{path}.turn", thread_local=False)
+        self._next = FileLock(f"{path}.next", thread_local=False)
+        self._holder_file = Path(f"{path}.holder")  # who has the turn, as a sentence for messages
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock.is_locked
+
+    def take(self, phase: str) -> None:
+        """Wait until this manager has the GPU, and no other. Raises DeviceMemoryError: another one
+        still has it at the deadline, and the message names it; PlacementError: a file cannot be
+        locked."""
+        if self.is_held:
+            return
+        began, is_logged = time.monotonic(), False
+        try:
+            for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
+                if _try_lock(self._next) and _try_lock(self._lock):
+                    own = f"process {os.getpid()} has it since it entered phase {phase!r}"
+                    with suppress(OSError):  # a full file system costs a name
+                        self._holder_file.write_text(own)
+                    return
+                if not is_logged and time.monotonic() - began > _QUIET_SECONDS:
+                    is_logged, holder = True, self._holder()
+                    logger.info("phase %s waits for its turn on %s: %s", phase, self.gpu, holder)
+        except OSError as error:
+            raise PlacementError(f"turns: cannot lock {self._lock.lock_file}: {error}") from error
+        finally:
+            self._next.release()
+        raise DeviceMemoryError(
+            f"phase {phase!r} waited {self.deadline_seconds:g} s for its turn on {self.gpu}: "
+            f"{self._holder()}. Let that process leave its phase, or end it, or wait longer "
+            "(turn_deadline_seconds)"
+        )
+
+    def give_back(self) -> None:
+        """End the turn, if this manager has it."""
+        if self.is_held:
+            with suppress(OSError):
+                self._holder_file.unlink()
+            self._lock.release()
+
+    def _holder(self) -> str:
+        try:
+            return self._holder_file.read_text()
+        except (OSError, ValueError):  # it is gone, or damaged
+            return "another process has it"
+
+
+def _try_lock(lock: FileLock) -> bool:
+    """Whether the lock is held now. Does not wait."""
+    with suppress(Timeout):
+        if not lock.is_locked:
+            lock.acquire(blocking=False)
+    return lock.is_locked
+
+
+def turn_for(device: Device, settings: Settings, group: Group | None) -> Turn | None:
+    """The turn of a manager on its device; None where the settings want none."""
+    if settings.turns is None:
+        return None
+    if not device.uuid:
+        raise PlacementError(
+            f"turns: device {device.name!r} is private to this process; give a SimulatedDevice "
+            "shared_with="
+        )
+    seconds = settings.turn_deadline_seconds
+    if group is not None:  # sooner than the other ranks give up, so that they hear why
+        seconds = min(seconds, 0.9 * group.deadline_seconds)
+    return Turn(device.uuid, settings.turns, seconds)
