@@ -177,6 +177,9 @@ class Mover:
     def move_as_far_as_possible(self, t: Transition) -> list[Exception]:
         """Bring every handle as far as possible towards its target. Returns the errors. `complete`
         comes once all ranks have voted."""
+        if t.is_there:
+            adopt_dropped(t.handles.values())
+            return []
         targets = {handle: target_of(handle, t.plan) for handle in self._sources}
         try:
             errors = self._move_each_if_not_all(targets)
