@@ -187,7 +187,6 @@ class PhaseStack:
                         left_to,
                         failures,
                         patiently=error is None or isinstance(error, Exception),
-                        is_together=vote is not None and vote.all_leave(error),
                         tell_ranks=None
                         if vote is None
                         else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
