@@ -193,14 +193,14 @@ class Registry:
     ) -> None:
         adapter = self._adapter(handle, target, external)
         if ranks is not None and (adapter.kind != "module" or adapter.external is not None):
-            what = (
-                f"an {adapter.kind}"
+            why = (
+                f"it is an {adapter.kind}"
                 if adapter.external is None
-                else f"what {adapter.external} places"
+                else f"something else places its bytes ({adapter.external})"
             )
             raise RegistrationError(
-                f"{handle.name!r}: ranks share frozen tensors of modules, and not {what}; register "
-                "it without replicated=True"
+                f"{handle.name!r}: ranks share frozen tensors of modules that placement moves, and "
+                f"{why}; register it without replicated=True"
             )
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
