@@ -76,7 +76,7 @@ class ReplicatedStorage(ManagedStorage):
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         # the number of the group's change for which this rank has last prepared a load
         self._prepared = 0
-        self._making_own = threading.Lock()
+        self._making_own = threading.Lock()  # any thread may ask for a state dict
 
     @property
     def can_prefetch(self) -> bool:  # type: ignore[override]
@@ -202,7 +202,7 @@ class ReplicatedStorage(ManagedStorage):
                 )
                 raise
             own.view(0, r.nbytes).copy_(shared.view(0, r.nbytes))
-            names = _changed_names(r, changed[0]) if changed else []
+            names = next(filter(None, (_changed_names(r, index) for index in changed)), [])
             r.pages.host = own
             self.object_ranges.set(self.ranges)
         logger.warning(
@@ -210,7 +210,7 @@ class ReplicatedStorage(ManagedStorage):
             "loads them over its own link: %s",
             self.name,
             f"{r.nbytes:,}",
-            f"{listed(names)} changed on the device"
+            f"{listed(names) or 'its bytes'} changed on the device"
             if changed
             else "a caller may write into its host copy, through a tensor of a state dict",
         )
