@@ -214,8 +214,8 @@ class ManagedStorage(AdoptedStorage):
     def _show_host_copy(self) -> None:
         """Point the tensors of state dicts to the host copy, before memory is taken away. Their
         holders may write there. Idempotent."""
-        if self.state_dict_tensors or self.state_dict_tensors.are_held:
-            for r in self.ranges:
+        for r in self.ranges:
+            if r.is_shared and (self.state_dict_tensors or self.state_dict_tensors.are_held):
                 self.make_host_copy_own(r)
         self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
@@ -306,17 +306,20 @@ class ManagedStorage(AdoptedStorage):
             self.on_device = False
 
     def _note_unchanged(self, r: Range) -> None:
-        """Note which pages need not be saved: those whose bytes on the device are in the host copy,
-        and all of a readonly object. Called where the rest of the object has to leave, too."""
+        """Note which pages need not be saved, because the rest of the object has to leave, too:
+        those whose bytes are in the host copy, and all of a readonly object."""
         known = None if r.pages.prints is None else r.pages.prints.cpu()
+        keeps_host_copy = self.readonly and known is not None and not r.transient
         changed = []
-        for index in r.pages.at(Behind.OWN):
-            if r.pages.table[index].newest is not Side.DEVICE:
+        for index, page in enumerate(r.pages.table):
+            if page.newest is not Side.DEVICE:
                 continue
-            is_kept = self.readonly and not r.transient
-            if known is not None and (
-                is_kept or r.fingerprint(index, index + 1).cpu()[0] == known[index]
-            ):
+            is_clean = keeps_host_copy or (
+                known is not None
+                and page.behind is Behind.OWN
+                and bool(r.fingerprint(index, index + 1).cpu()[0] == known[index])
+            )
+            if is_clean:
                 r.pages.note_clean((index,))
             else:
                 changed.append(index)

@@ -34,6 +34,8 @@ class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The
     host copy has the same layout."""
 
+    is_shared = False  # whether other processes read the slab, too. If so, it is not written.
+
     def __init__(
         self,
         device: Device,
@@ -76,11 +78,6 @@ class Range:
         """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes
         it asks for a `view`, or claims it."""
         return self.pages.host
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes read the slab, too. If so, it is not written."""
-        return False
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""

@@ -203,7 +203,7 @@ class ReplicatedStorage(ManagedStorage):
                 raise
             own.view(0, r.nbytes).copy_(shared.view(0, r.nbytes))
             names = next(filter(None, (_changed_names(r, index) for index in changed)), [])
-            r.pages.host = own
+            r.pages.host, r.is_shared = own, False
             self.object_ranges.set(self.ranges)
         logger.warning(
             "%r has %s bytes of host memory for frozen tensors on this rank alone from now on, and "

@@ -68,12 +68,11 @@ class Ranks:
 
         self.group = group  # another one after a `rejoin`
         self.shares = Shares(process_group.rank(), members)
-        self.deadline_seconds: float = group.deadline_seconds
         self._world_size = group.world_size
         self._process_group = process_group
         self._options = AllgatherOptions()
         self._options.asyncOp = False
-        self._options.timeout = timedelta(seconds=self.deadline_seconds)
+        self._options.timeout = timedelta(seconds=group.deadline_seconds)
 
     @property
     def change(self) -> int:
@@ -183,13 +182,10 @@ class SharedRange(Range):
     ) -> None:
         super().__init__(device, layout, copy.slab, adoptees, transient=False)
         self.copy, self.shares = copy, copy.shares
+        self.is_shared = True
         # why this rank loads everything over its own link from now on; None while the ranks load
         # together
         self.alone: str | None = None
-
-    @property
-    def is_shared(self) -> bool:
-        return self.pages.host is self.copy.slab
 
     def load_alone(self, reason: str) -> None:
         """Load everything over this rank's own link from now on, and say so to the others."""

@@ -430,8 +430,9 @@ class Exchange:
         comparison.num_next = (
             comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
         )
-        if dirty:
+        if dirty and r.is_shared:
             holding.make_host_copy_own(r, dirty)
+        if dirty:
             r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
