@@ -149,22 +149,10 @@ class Mover:
             room_bytes,
             dropping=_dropping(others, plan),
             staying=ahead.staying,
-            is_together=agree is not None,
         )
         try:
             have_left = [self._engine_leaves(engine, plan) for engine in engines]
-            # Ranks that write a host copy together wait for one another there, and not while others
-            # wait for them in a vote.
-            writes = (
-                each
-                for each in others
-                if each.holding is not None
-                and each.holding.is_written_together
-                and each.holding.on_device
-            )
-            if agree is not None and (
-                any(have_left) or any(not target_of(each, plan)[1] for each in writes)
-            ):
+            if agree is not None and any(have_left):
                 agree(plan, "engines left", False)
                 propose(_AFTER_ENGINES)
             paths = [
@@ -229,7 +217,6 @@ class Mover:
         back_to: Mapping[Handle, Node] | None = None,
         while_copying: Callable[[], object] = lambda: None,
         ahead: Ahead = NOTHING_AHEAD,
-        is_together: bool = False,
     ) -> list[Exception]:
         """Bring every handle as far as possible towards the plan, or `back_to` its source. Returns
         the errors. `complete` comes once all ranks have voted.
@@ -243,7 +230,6 @@ class Mover:
             dropping=_dropping(others, plan),
             staying=ahead.staying,
             while_copying=while_copying,
-            is_together=is_together,
         )
         targets = (
             {handle: target_of(handle, plan) for handle in others} if back_to is None else back_to

@@ -192,13 +192,12 @@ class Reconciler:
         name: str,
         failures: Iterable[Exception] = (),
         *,
-        is_together: bool = False,
         tell_ranks: Callable[[list[Exception]], list[Exception]] | None = None,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
         on the device. Returns `failures` and the errors.
-        `is_together`: all ranks do the same now. `tell_ranks` tells the others how far this one
-        came; it gets the errors, and returns them with those of the others."""
+        `tell_ranks` tells the other ranks how far this one came. It gets the errors, and returns
+        them with those of the others."""
         all_are_there = is_there(self._handles, plan)
         leaves = not all_are_there and bool(self._left_behind(plan))
         if leaves:
@@ -226,7 +225,6 @@ class Reconciler:
                 plan,
                 while_copying=self._device.compare_poison,
                 ahead=ahead,
-                is_together=is_together,
             )
             failures += self._mover.complete(self._handles.values()) if tell_ranks is None else []
             for failure in failures:

@@ -189,7 +189,6 @@ class PhaseStack:
                         plan,
                         left_to,
                         failures,
-                        is_together=vote is not None and vote.all_leave(error),
                         tell_ranks=None
                         if vote is None
                         else lambda found: vote.left(f"leave {phase.name}", plan, found, error),
