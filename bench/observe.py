@@ -49,7 +49,7 @@ def _phases(manager: placement.Manager, seconds: float) -> tuple[float, float]:
 
 
 def _long_journal(length: int) -> Journal:
-    journal, counters = Journal(length), HandleCounters()
+    journal, counters = Journal(), HandleCounters()
     for index in range(length):
         trigger, source, target = (
             (Trigger.LOAD, State.CPU_OFFLOADED, State.GPU_RESIDENT),

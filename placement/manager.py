@@ -226,15 +226,15 @@ class Manager:
                 `load_state_dict(assign=True)`, `.data =`), which are put in while it is on the
                 device, are its values from then on.
             external: the object's framework moves its bytes. placement tracks and guards it, and
-            never moves it. replicated: for a module or an optimizer that is the same on several
-            ranks of the group. Those of one machine share one host
-                copy of its parameters, or of the optimizer's state. Each of N ranks copies 1/N of
-                what changed to the host; it loads 1/N over its own link and gathers the rest from
-                the others. All ranks of the group must register it at the same place of their
-                program. A process group: its ranks have the same, and are on one machine. True: the
-                process group of a `DistributedDataParallel` (torch's, or Megatron-Core's); the
-                replicate dimension of a device mesh (HSDP); else torch.distributed's default one;
-                of their ranks those of this machine.
+            never moves it. replicated: for a module of which several ranks of the group have the
+            same frozen values: all of a readonly
+                one, and else the parameters that need no gradient (the base under adapters). The
+                ranks of one machine share one host copy of these. Each of N ranks loads 1/N over
+                its own link and gathers the rest from the others. All ranks of the group must
+                register it at the same place of their program. A process group: its ranks have the
+                same, and are on one machine. True: the process group of a `DistributedDataParallel`
+                (torch's, or Megatron-Core's); the replicate dimension of a device mesh (HSDP); else
+                torch.distributed's default one; of their ranks those of this machine.
             replace: for set-up code that runs again. If the name is taken by this very object, its
             handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that

@@ -153,11 +153,6 @@ class GroupVote:
             self._mark(told)
         return told if isinstance(error, Exception) else None
 
-    def all_leave(self, error: BaseException | None) -> bool:
-        """Whether all ranks leave a phase now: after no error, or after one that all of them have
-        raised."""
-        return error is None or self._is_told(error)
-
     def left(
         self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None
     ) -> list[Exception]:

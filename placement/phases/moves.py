@@ -120,7 +120,6 @@ class Mover:
             t.room_bytes,
             dropping=_dropping(self._sources, t.plan),
             staying=t.staying,
-            is_together=t.is_together,
             while_copying=self._while_copying if t.is_exit else lambda: None,
         )
 

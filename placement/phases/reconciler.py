@@ -155,12 +155,10 @@ class Reconciler:
         failures: Sequence[Exception] = (),
         *,
         leaving: LeavingRanks | None = None,
-        is_together: bool = False,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
         on the device. Returns `failures` and the errors.
-        `leaving`: tells the other ranks how far this one came.
-        `is_together`: all ranks do the same now."""
+        `leaving`: tells the other ranks how far this one came."""
         num_moves = self._journal.num_moves
         mover, participants = self._mover, [self.writes, *self._participants]
         if leaving is not None:
@@ -171,7 +169,6 @@ class Reconciler:
             self._handles,
             participants,
             is_exit=True,
-            is_together=is_together,
             errors=[*failures],
         )
         if transition.offloads:

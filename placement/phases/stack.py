@@ -191,7 +191,6 @@ class PhaseStack:
                         plan,
                         failures,
                         leaving=None if vote is None else LeavingRanks(vote, phase.name, error),
-                        is_together=vote is not None and vote.all_leave(error),
                     )
                 except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                     self._expire_keeps()

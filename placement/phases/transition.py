@@ -27,7 +27,6 @@ class Transition:
     """Device bytes that the budget leaves beside those in use now. A swap may use them in
     addition."""
     is_exit: bool = False
-    is_together: bool = False  # whether all ranks of the group make the same moves now
     errors: list[Exception] = field(default_factory=list)  # what went wrong in an exit
     decisions: list[str] = field(init=False)
     """The word for each handle under which the journal counts what the plan does with it: "keep",

@@ -104,8 +104,8 @@ class DiskTier:
         ranges, aside = storage.ranges, storage.scanner.reserved
         # also while it is given back
         reserved = max(storage.scanner.reserved_bytes, 0 if aside is None else aside.nbytes)
-        shared = sum(r.held_host_bytes for r in ranges if r.is_replica)
-        own = sum(r.host.nbytes for r in ranges if not r.is_replica)
+        shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
+        own = sum(r.host.nbytes for r in ranges if not r.is_shared)
         return HostShare(own + shared + reserved, shared + reserved, storage.host_bytes)
 
     def prepare(self, plan: Plan) -> None:
@@ -169,10 +169,8 @@ class DiskTier:
             else:
                 fixed_bytes += aside.held_bytes
         for slab, having in ranges.items():
-            if not isinstance(slab, Slab) or any(r.is_replica for r in having):
-                fixed_bytes += (
-                    sum(r.held_host_bytes for r in having if r.is_replica) or slab.held_bytes
-                )
+            if not isinstance(slab, Slab):
+                fixed_bytes += slab.held_bytes
                 continue
             spill = self._spills.get(slab)
             if spill is None:

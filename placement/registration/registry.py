@@ -192,15 +192,15 @@ class Registry:
         self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None
     ) -> None:
         adapter = self._adapter(handle, target, external)
-        if ranks is not None and (adapter.kind == "engine" or adapter.external is not None):
+        if ranks is not None and (adapter.kind != "module" or adapter.external is not None):
             why = (
-                "an engine is"
+                f"it is an {adapter.kind}"
                 if adapter.external is None
-                else (f"{adapter.external} places its bytes, and they are")
+                else f"something else places its bytes ({adapter.external})"
             )
             raise RegistrationError(
-                f"{handle.name!r}: {why} nothing that placement can replicate; register it without "
-                "replicated=True"
+                f"{handle.name!r}: ranks share frozen tensors of modules that placement moves, and "
+                f"{why}; register it without replicated=True"
             )
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
@@ -231,10 +231,6 @@ class Registry:
                 handle.streamed = StreamedOptimizer(
                     handle, holding, adapter, self._streaming, is_predictable=is_predictable
                 )
-                if ranks is not None:
-                    handle.streamed.refusal = (
-                        "the ranks write its host copy together; use optimizer_in='train' for it"
-                    )
             if not self._has_warned and (reason := _captured_collectives()) is not None:
                 self._has_warned = True
                 logger.warning("%s", reason)
@@ -293,7 +289,7 @@ class Registry:
             else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         )
         try:
-            self.admit(handle, lambda: holding.scanner.state_host_bytes(sizes or (), parts))
+            self.admit(handle, lambda: holding.scanner.host_bytes_for(sizes or (), parts))
             holding.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()

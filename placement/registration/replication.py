@@ -142,19 +142,14 @@ def _members(
 
 
 def _group_of(name: str, target: Any) -> Any:
-    """The process group whose ranks have the same values of a module or an optimizer, as that says
-    itself; else the default one."""
+    """The process group whose ranks have the same values of a module, as that says itself; else the
+    default one."""
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
     # Megatron-Core's own
     if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):
         return group
-    groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
-    parameters = (
-        target.parameters()
-        if isinstance(target, torch.nn.Module)
-        else (p for each in groups for p in each["params"])
-    )
+    parameters = target.parameters() if isinstance(target, torch.nn.Module) else ()
     # DTensor, whose module need not be imported
     sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]
     if not sharded:

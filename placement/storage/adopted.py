@@ -36,7 +36,7 @@ from placement.storage.scan import (
     stray_references,
     uncounted,
 )
-from placement.storage.state_dicts import was_handed_out
+from placement.storage.state_dicts import are_only_read, was_handed_out
 from placement.storage.writes import Gradients, WritesWhileOffloaded
 from placement.tensors.alive import Unadopted, storage_use_count
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
@@ -81,8 +81,7 @@ class Offload:
 
 class AdoptedStorage(Storage):
     """The adopted storages of one object, which lie in its ranges, and what the object owns outside
-    of these.
-    `scanner`: finds new storages and gives them places; None: in ranges of this process alone."""
+    of these."""
 
     can_prefetch = True
     # the decision: whether the bytes on the device are the authoritative ones. If so, every range
@@ -95,13 +94,12 @@ class AdoptedStorage(Storage):
         adapter: Adapter,
         name: str,
         readonly: bool,
-        scanner: StorageScanner | None = None,
     ) -> None:
         self.device = device
         self.adapter = adapter
         self.name = name
         self.readonly = readonly
-        self.scanner = scanner or StorageScanner(device, adapter, name, self)
+        self.scanner = StorageScanner(device, adapter, name, self)
         self.object_ranges = self.scanner.ranges
         self.state_dict_tensors = self.scanner.state_dict_tensors
         # refuses the object's calls before `on_device` becomes False, and allows them when all is
@@ -173,7 +171,7 @@ class AdoptedStorage(Storage):
 
     @property
     def host_bytes(self) -> int:
-        return sum(r.held_host_bytes for r in self.ranges) + self.scanner.reserved_bytes
+        return sum(r.host.held_bytes for r in self.ranges) + self.scanner.reserved_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -367,27 +365,34 @@ class AdoptedStorage(Storage):
         and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
-            self.before_shown()
+            self._make_host_copies_own()
         return self.state_dict_tensors.show(tensor) if self.is_on_host else None
 
-    def before_shown(self) -> None:
-        """Called before the host copy is shown to somebody who may write there: see
-        `ReplicatedStorage`."""
+    def _make_host_copies_own(self) -> None:
+        """Called before the host copy is shown to a caller who may write there."""
+        if not are_only_read.get():
+            for r in self.ranges:
+                self.make_host_copy_own(r)
+
+    def make_host_copy_own(self, r: Range, changed: Sequence[int] = ()) -> None:
+        """Called before this process may write the host copy of a range: see `ReplicatedStorage`.
+        `changed`: the pages that are about to be saved; empty: a caller may write anywhere.
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one
+        that this process may write."""
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever
         they move, also in another thread."""
         owner = self._owner_of(tensor)
-        if owner.is_on_host:
-            owner.before_shown()
         if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.detach()  # the live one is for a module's state_dict(keep_vars=True)
         shown, num_pointings = owner.state_dict_tensors, -1
         while num_pointings != shown.num_pointings:
             num_pointings = shown.num_pointings
-            if owner.is_on_host:
+            if from_host := owner.is_on_host:
                 owner.host_has_newest.wait()
-            found = shown.hand_out(tensor, from_host=owner.is_on_host)
+                owner._make_host_copies_own()
+            found = shown.hand_out(tensor, from_host=from_host)
         return found
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -439,8 +444,9 @@ class AdoptedStorage(Storage):
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self._first_look()
-        return self.scanner.first_host_bytes(born.lasting) + self.scanner.host_bytes_for(
-            [adoptee.nbytes for adoptee in born.transient]
+        return sum(
+            self.scanner.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
+            for adoptees in (born.lasting, born.transient)
         )
 
     def _first_look(self) -> Scan:
@@ -470,7 +476,7 @@ class AdoptedStorage(Storage):
         if any(True for _ in self.adapter.sparse()):
             born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
-        fresh, own = self.adopt_apart(born.lasting)
+        fresh, own = self.adopt_shared(born.lasting)
         for adoptees, transient in ((own, False), (born.transient, True)):
             if (r := self.scanner.adopt(adoptees, transient=transient)) is not None:
                 # here its slab, to which bytes are on their way, outlives a failure of the next
@@ -484,9 +490,9 @@ class AdoptedStorage(Storage):
             for adoptee in (*born.lasting, *born.transient)
         )
 
-    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
-        """Adopt, at registration, what gets ranges of another kind. Returns these, and the storages
-        that are left."""
+    def adopt_shared(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+        """Adopt, at registration, what ranks share: see `ReplicatedStorage`. Returns its ranges,
+        and the storages that are left."""
         return [], adoptees
 
     def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:

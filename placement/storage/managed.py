@@ -147,7 +147,7 @@ class ManagedStorage(AdoptedStorage):
                 each.disown(live)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
-        slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
+        slabs = [r.host for r in dead if r.transient and r.spill is None]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
@@ -206,10 +206,18 @@ class ManagedStorage(AdoptedStorage):
             # Another thread may read these tensors, or be given some just now. It must never read
             # poison.
             self.stage = Stage.VACATING
-            self.show_host_copy()
+            self._show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # for what it has begun to read where they were
         r.pages.vacate(indices, chunk_pool)
+
+    def _show_host_copy(self) -> None:
+        """Point the tensors of state dicts to the host copy, before memory is taken away. Their
+        holders may write there. Idempotent."""
+        for r in self.ranges:
+            if r.is_shared and (self.state_dict_tensors or self.state_dict_tensors.are_held):
+                self.make_host_copy_own(r)
+        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
 
     def commit_offload(
         self,
@@ -225,7 +233,7 @@ class ManagedStorage(AdoptedStorage):
         None: gradients were saved."""
         for r, now in prints:
             r.pages.prints = now
-        self.show_host_copy()
+        self._show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
         self.offloaded_timestamp_seconds = time.time()
@@ -263,8 +271,7 @@ class ManagedStorage(AdoptedStorage):
             # prepared for an offload that was not committed
             pending = [r for r in self.ranges if r.moving_in is not None]
             for r in pending:
-                if not r.is_replica:
-                    self.scanner.reserved = r.host  # the next one can use its slab
+                self.scanner.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
             # who asks for a value from here on is shown the side that was decided on
@@ -294,9 +301,30 @@ class ManagedStorage(AdoptedStorage):
                     r.pages.settle(Side.DEVICE, chunk_pool)
         except DeviceMemoryError:
             for r in self.ranges:
-                self.before_forced_offload(r)
+                self._note_unchanged(r)
             self.calls.refuse()
             self.on_device = False
+
+    def _note_unchanged(self, r: Range) -> None:
+        """Note which pages need not be saved, because the rest of the object has to leave, too:
+        those whose bytes are in the host copy, and all of a readonly object."""
+        known = None if r.pages.prints is None else r.pages.prints.cpu()
+        keeps_host_copy = self.readonly and known is not None and not r.transient
+        changed = []
+        for index, page in enumerate(r.pages.table):
+            if page.newest is not Side.DEVICE:
+                continue
+            is_clean = keeps_host_copy or (
+                known is not None
+                and page.behind is Behind.OWN
+                and bool(r.fingerprint(index, index + 1).cpu()[0] == known[index])
+            )
+            if is_clean:
+                r.pages.note_clean((index,))
+            else:
+                changed.append(index)
+        if changed:
+            self.make_host_copy_own(r, changed)
 
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
         """Have every page on the host, and the tensors in line: of a committed offload, a load that
@@ -393,7 +421,7 @@ class ManagedStorage(AdoptedStorage):
             host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
             device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):
-                self.make_host_copy_own(r)
+                self.make_host_copy_own(r, changed)
                 r.pages.save(changed)
             prints.append((r, device_prints))
         self.device.wait(self.device.mark("to_host"))
@@ -401,43 +429,16 @@ class ManagedStorage(AdoptedStorage):
             r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
             r.pages.prints = device_prints
 
-    # --- what `ReplicatedStorage` does in its own way, beside `adopt_apart` and `before_shown`
+    # --- loading, where `ReplicatedStorage` leaves some bytes to `complete`
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
         """Start copying chunks (ascending) that were mapped just now to the device. Returns the
-        bytes. Ranks leave some to `complete`."""
+        bytes."""
         return fill(self.device, [(r.pages, indices)])
 
     def complete(self) -> None:
         """Start the missing transfers of an incomplete load, once its phase transition is
         decided."""
-
-    def pages_to_save(
-        self, r: Range, prints: torch.Tensor, changed: Sequence[int]
-    ) -> Sequence[int]:
-        """Called before an offload saves pages, with those that differ from the host copy. Returns
-        the pages to save.
-        `prints`: the fingerprints of the range's pages, on the CPU; of a replica all of them."""
-        return changed
-
-    @property
-    def is_written_together(self) -> bool:
-        """Whether all ranks write the host copy together: see `ReplicatedStorage`."""
-        return False
-
-    def make_host_copy_own(self, r: Range) -> None:
-        """Called before this process alone writes a range's host copy: see `ReplicatedStorage`.
-        Raises HostMemoryError: other processes read the host copy, and there is no memory for one
-        that this process may write."""
-
-    def show_host_copy(self) -> None:
-        """Point the tensors of state dicts to the host copy, as an offload does before it takes
-        memory away. Idempotent."""
-        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
-
-    def before_forced_offload(self, r: Range) -> None:
-        """Called where pages cannot come back for lack of memory, before `settle(HOST)` saves them:
-        see `ReplicatedStorage`."""
 
     # --- leaving
 

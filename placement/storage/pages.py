@@ -164,10 +164,6 @@ class Pages:
     def used_bytes_of(self, indices: Iterable[int]) -> int:
         return sum(map(self.used_sizes.__getitem__, indices))
 
-    def bytes_to_save(self, indices: Iterable[int]) -> int:
-        """Bytes that this process copies in order to save these pages."""
-        return self.used_bytes_of(indices)
-
     def copies(self, indices: Iterable[int]) -> list[Copy]:
         """The copies between these pages (ascending), wherever their memory is, and the host copy,
         with neighbours joined."""
@@ -278,11 +274,8 @@ class Pages:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
         self._num_saves += 1
-        self._start_saving(unsaved)
-        return self.bytes_to_save(unsaved)
-
-    def _start_saving(self, unsaved: Sequence[int]) -> None:
         _copy(self._device, [(self, unsaved)], "to_host")
+        return self.used_bytes_of(unsaved)
 
     def note_clean(self, indices: Iterable[int]) -> None:
         """The host copy has the same bytes as these pages on the device, or what they have there

@@ -34,9 +34,7 @@ class Range:
     """Addresses of one handle with their page table, and the storages that have a place there. The
     host copy has the same layout."""
 
-    # whether ranks share the host copy, or may share it again. It stays in host memory.
-    is_replica = False
-    _pages_class = Pages
+    is_shared = False  # whether other processes read the slab, too. If so, it is not written.
 
     def __init__(
         self,
@@ -52,9 +50,7 @@ class Range:
         self.nbytes = used_bytes(layout.nbytes)
         # see `layout.chunk_sizes`
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        self.pages = self._pages_class(
-            device, layout.addresses, self.chunk_sizes, self.nbytes, slab
-        )
+        self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
         self.transient = transient
         # the storages that have still to move in; None once all have
@@ -82,17 +78,6 @@ class Range:
         """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes
         it asks for a `view`, or claims it."""
         return self.pages.host
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes read the slab, too. If so, it is written only by all of them
-        together."""
-        return False
-
-    @property
-    def held_host_bytes(self) -> int:
-        """Bytes of host memory that it holds in this process: its share of the slab."""
-        return self.host.held_bytes
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""

@@ -1,19 +1,22 @@
-"""The storage of an object that has the same bytes on every rank of one machine. The ranks share
-its host copy and load it together.
+"""The storage of an object whose frozen parts have the same bytes on every rank of one machine. The
+ranks share one host copy of these, and load it together. Frozen are all parts of a readonly
+object, and the parameters of another module that are not trained.
 
-`shared.py` says how they write the host copy. To load it, each rank copies its parts over its own
-link, chunk by chunk. The rest comes by all-gather, over NVLink where there is one. No rank may wait
-in a collective for another one that may still fail for lack of memory, so a load has two halves. In
-the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts
-with an event behind each chunk's. The load is not committed yet: if the transition fails, the host
-copy was authoritative all the time. Then `complete` gets the rest. Where the ranks have agreed on
-the change for which they prepared the load, they all-gather, each chunk behind its event.
-Everywhere else (going back after a failure, a rank that is alone) the rest comes over the rank's
-own link.
+To load the copy, each rank copies its parts over its own link, chunk by chunk. The rest comes by
+all-gather, over NVLink where there is one. No rank may wait in a collective for another one that
+may still fail for lack of memory, so a load has two halves. In the phase transition's move, each
+rank maps all chunks, and enqueues the copies of its own parts with an event behind each chunk's.
+The load is not committed yet: if the transition fails, the host copy was authoritative all the
+time. Then `complete` gets the rest. Where the ranks have agreed on the change for which they
+prepared the load, they all-gather, each chunk behind its event. Everywhere else (going back after a
+failure, a rank that is alone) the rest comes over the rank's own link.
 
 Before it votes, every rank writes into the shared memory for which change it has prepared a load.
 After the vote all ranks read the same words, so all of them gather or none does. A rank that has
 left, or whose collective failed, writes that there for good.
+
+The copy is never written after the registration. A rank whose values have changed, or whose host
+copy is about to be shown to a caller who may write there, gets one of its own before, for good.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
 
-from placement.core.errors import HostMemoryError, RegistrationError
+from placement.core.errors import HostMemoryError, RegistrationError, listed
 from placement.core.journal import logger
 from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
@@ -37,20 +41,17 @@ from placement.ownership.adapter import Adapter
 from placement.storage.fingerprints import fingerprints, used_bytes
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
-from placement.storage.pages import Behind, ChunkPool
-from placement.storage.range import Owner, Range
-from placement.storage.scan import StorageScanner
+from placement.storage.pages import ChunkPool
+from placement.storage.range import Range
 from placement.storage.shared import (
     ALONE,
     LEFT,
     Ranks,
-    Refusal,
     SharedCopy,
     SharedRange,
     others,
     spans_of,
 )
-from placement.storage.state_dicts import are_only_read
 
 # bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as
 # much.
@@ -62,59 +63,49 @@ _REASONS = {
 
 
 class ReplicatedStorage(ManagedStorage):
-    """The storage of an object of which every rank has the same bytes, but for what is each rank's
-    own (buffers, gradients).
+    """The storage of an object whose frozen parts are in a range that ranks share. Everything else
+    (trained parameters, buffers, gradients) is in ranges of this rank alone.
     `ranks`: the ranks that share it. All of them register it in the same change of the group."""
-
-    scanner: SharedScanner
 
     def __init__(
         self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks
     ) -> None:
-        super().__init__(
-            device,
-            adapter,
-            name,
-            readonly,
-            SharedScanner(device, adapter, name, self, ranks, readonly=readonly),
-        )
+        super().__init__(device, adapter, name, readonly)
         self._ranks = ranks
         # chunks whose own part is on its way, and what tells its arrival
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         # the number of the group's change for which this rank has last prepared a load
         self._prepared = 0
+        self._making_own = threading.Lock()  # any thread may ask for a state dict
 
     @property
     def can_prefetch(self) -> bool:  # type: ignore[override]
         # What other ranks copy cannot come early: all ranks would have to bring the same chunks
         # early.
-        return any(not r.is_replica for r in self.ranges)
+        return any(not r.is_shared for r in self.ranges)
 
     @property
-    def is_written_together(self) -> bool:
-        return not self.readonly and any(True for _ in self._copies())
+    def host_bytes(self) -> int:
+        # the others read this rank's share of the copy even where it has one of its own
+        shares = sum(r.copy.slab.held_bytes for r in self._shared_ranges() if not r.is_shared)
+        return super().host_bytes + shares
 
     def _shared_ranges(self) -> Iterator[SharedRange]:
         return (r for r in self.ranges if isinstance(r, SharedRange))
 
-    def _copies(self) -> Iterator[SharedCopy]:
-        """The host copies that this rank shares, or may share again."""
-        return filter(None, [*(r.copy for r in self._shared_ranges()), self.scanner.free_state()])
-
-    def adopt_apart(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
-        return self.scanner.adopt_shared(adoptees)
+    # --- loading
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        if isinstance(r, SharedRange) and r.is_shared and (reason := self._ranks.gone) is not None:
-            self._give_up(r, reason)
-        if (
-            not isinstance(r, SharedRange)
-            or r.copy is None
-            or not r.is_shared
-            or r.alone is not None
-        ):
+        if not isinstance(r, SharedRange):
             return super().bring(r, indices)
-        self._prepared = r.copy.loads[r.shares.rank] = self._ranks.change
+        if r.alone is None and not r.is_shared:
+            r.load_alone("it has a host copy of its own")
+        elif r.alone is None and (reason := self._ranks.gone) is not None:
+            self._give_up(r, reason)
+        if r.alone is not None:
+            return super().bring(r, indices)
+        self._prepared = self._ranks.change
+        r.copy.say(self._prepared)
         brought = 0
         for index in indices:
             copies, _ = r.copies(index)
@@ -157,122 +148,10 @@ class ReplicatedStorage(ManagedStorage):
                 with self.device.after(mark):
                     self._ranks.gather(r.on_device(*r.gathered(index)))
 
-    def begin_move(self, chunk_pool: ChunkPool) -> None:
-        super().begin_move(chunk_pool)
-        # before this rank votes: another one may be about to offload right after
-        for copy in self._copies():
-            copy.note_place(on_device=True)
-
-    def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        if self.on_device and self.scanner.moves_together:  # an offload has failed
-            for copy in self._copies():
-                copy.fail()
-        for r in self._shared_ranges():
-            r.pages.together = None
-        self.scanner.moves_together = False
-        if not self.on_device and self._prepared == self._ranks.change:
-            self._prepare_nothing()
-        super().make_consistent(chunk_pool)
-        self._waiting.clear()
-        self.is_complete = True
-        for copy in self._copies():
-            copy.note_place(on_device=self.on_device)
-
-    def unadopt(self) -> None:
-        for copy in self._copies():
-            copy.leave(LEFT)
-        super().unadopt()
-
-    def pages_to_save(
-        self, r: Range, prints: torch.Tensor, changed: Sequence[int]
-    ) -> Sequence[int]:
-        if not isinstance(r, SharedRange) or r.copy is None:
-            return changed
-        refusal = self._refusal(r, prints, is_clean=r.is_shared and not changed)
-        if refusal is None:
-            if not r.is_shared:
-                self._use(r, r.copy.slab)
-                changed = range(len(prints))
-            r.pages.together = r.copy
-            return changed
-        if r.is_shared and changed:
-            logger.warning(
-                "%r has %s bytes of host memory on this rank alone now: %s",
-                self.name,
-                f"{r.nbytes:,}",
-                refusal.reason,
-            )
-            self.make_host_copy_own(r)
-        if refusal.is_final and not r.is_shared:
-            r.leave(refusal.reason)
-        return changed
-
-    def _refusal(self, r: SharedRange, prints: torch.Tensor, *, is_clean: bool) -> Refusal | None:
-        """Why this rank does not write pages with the others now; None if it does, or has nothing
-        to write."""
-        assert r.copy is not None
-        if (reason := self._ranks.parted) is not None:
-            return Refusal(reason, True)
-        if not self.scanner.moves_together or r.copy.has_met:
-            return Refusal("this rank has offloaded it alone", False)
-        r.copy.meet(prints, num_arrived=len(prints) if is_clean else 0)
-        return (
-            None
-            if is_clean
-            else r.copy.wait_for_all(len(prints), self._ranks.deadline_seconds, r.names_in)
-        )
-
-    def show_host_copy(self) -> None:
-        # Where somebody has a tensor of a state dict, it will show a host copy of this rank's own:
-        # whoever writes there, writes alone.
-        if self.state_dict_tensors or self.state_dict_tensors.are_held:
-            for r in self._shared_ranges():
-                if r.is_shared and not r.is_frozen:
-                    r.pages.wait(range(len(r.chunk_sizes)))
-                    self.make_host_copy_own(r)
-        super().show_host_copy()
-
-    def before_shown(self) -> None:
-        for r in () if are_only_read.get() else self._shared_ranges():
-            if r.is_shared and not r.is_frozen and not self.on_device:
-                try:
-                    self.make_host_copy_own(r)
-                except HostMemoryError as error:
-                    error.add_note(
-                        f"placement: ranks share {self.name!r}, and this one needs its own to "
-                        "write there; load it first"
-                    )
-                    raise
-
-    def make_host_copy_own(self, r: Range) -> None:
-        if isinstance(r, SharedRange) and r.is_shared:
-            prints, own = r.pages.prints, self.device.host(r.nbytes)
-            own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
-            self._use(r, own)
-            r.pages.prints = prints
-
-    def _use(self, r: SharedRange, slab: HostSlab) -> None:
-        r.pages.host, r.pages.prints = slab, None
-        self.object_ranges.set(self.ranges)
-
-    def before_forced_offload(self, r: Range) -> None:
-        if not isinstance(r, SharedRange) or not r.is_shared:
-            return
-        held = r.pages.at(Behind.OWN)
-        prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        if not self.readonly and (
-            prints is None
-            or any(r.fingerprint(each, each + 1).cpu()[0] != prints[each] for each in held)
-        ):
-            self.make_host_copy_own(r)
-            r.pages.note_changed(held)
-        else:
-            r.pages.note_clean(held)
-
     def _all_are_ready(self, r: SharedRange) -> bool:
         """Whether every rank has prepared the same load and will gather it. Meaningful once all of
         them have voted."""
-        said = [] if r.copy is None else r.copy.loads.tolist()
+        said = r.copy.loads.tolist()
         for rank, word in enumerate(said):
             if word in _REASONS:
                 self._give_up(r, _REASONS[word].format(r.shares.members[rank]))
@@ -280,9 +159,7 @@ class ReplicatedStorage(ManagedStorage):
 
     def _give_up(self, r: SharedRange, reason: str) -> None:
         if r.alone is None:
-            r.alone = reason
-            if r.copy is not None:
-                r.copy.loads[r.shares.rank] = ALONE
+            r.load_alone(reason)
             logger.warning(
                 "%r is loaded by each rank alone from now on, at the speed of its own link: %s",
                 self.name,
@@ -292,202 +169,123 @@ class ReplicatedStorage(ManagedStorage):
     def _prepare_nothing(self) -> None:
         """So that a rank that has not looked yet does not wait for this one."""
         for r in self._shared_ranges():
-            if r.alone is None and r.copy is not None:
-                r.copy.loads[r.shares.rank] = 0
+            if r.alone is None:
+                r.copy.say(0)
 
+    def make_consistent(self, chunk_pool: ChunkPool) -> None:
+        if not self.on_device and self._prepared == self._ranks.change:
+            self._prepare_nothing()
+        super().make_consistent(chunk_pool)
+        self._waiting.clear()
+        self.is_complete = True
 
-# --- registration: the ranks compare what they have, and make a host copy that they share
+    def unadopt(self) -> None:
+        for r in self._shared_ranges():
+            r.copy.say(LEFT)
+        super().unadopt()
 
+    # --- a host copy of this rank's own
 
-class SharedScanner(StorageScanner):
-    """A scanner whose first ranges are shared by all ranks. All of a readonly object and of an
-    optimizer is in one; the frozen parameters of another module are in one, and those that are
-    trained in a second. Every other range is this rank's own. An optimizer's state does not exist
-    yet. Its host copy is made at registration, and all ranks write it together at the first
-    offload."""
+    def make_host_copy_own(self, r: Range, changed: Sequence[int] = ()) -> None:
+        with self._making_own:
+            if not isinstance(r, SharedRange) or not r.is_shared:
+                return
+            shared = r.host
+            try:
+                own = self.device.host(r.nbytes)
+            except HostMemoryError as error:
+                error.add_note(
+                    f"placement: ranks share the host copy of what is frozen in {self.name!r}, and "
+                    "this one needs its own to write there. Ask for a state dict, or load a "
+                    "checkpoint, in a phase that has it on the device; it needs none then unless "
+                    "values change."
+                )
+                raise
+            own.view(0, r.nbytes).copy_(shared.view(0, r.nbytes))
+            names = next(filter(None, (_changed_names(r, index) for index in changed)), [])
+            r.pages.host, r.is_shared = own, False
+            self.object_ranges.set(self.ranges)
+        logger.warning(
+            "%r has %s bytes of host memory for frozen tensors on this rank alone from now on, and "
+            "loads them over its own link: %s",
+            self.name,
+            f"{r.nbytes:,}",
+            f"{listed(names) or 'its bytes'} changed on the device"
+            if changed
+            else "a caller may write into its host copy, through a tensor of a state dict",
+        )
 
-    def __init__(
-        self,
-        device: Device,
-        adapter: Adapter,
-        name: str,
-        owner: Owner,
-        ranks: Ranks,
-        *,
-        readonly: bool,
-    ) -> None:
-        super().__init__(device, adapter, name, owner)
-        self._ranks = ranks
-        self._readonly = readonly
-        self.state: SharedCopy | None = None  # the host copy for state that is not created yet
+    # --- registration: the ranks compare what they have, and make a host copy that they share
+
+    def _divide(self, adoptees: Sequence[Adoptee]) -> tuple[list[Adoptee], list[Adoptee]]:
+        """Split storages into frozen ones, which ranks share, and this rank's own."""
+        frozen = [each for each in adoptees if self.readonly or _is_frozen(each)]
+        own = [each for each in adoptees if not self.readonly and not _is_frozen(each)]
+        return frozen, own
+
+    def expected_host_bytes(self) -> int:
+        born = self._first_look()
+        frozen, own = self._divide(born.lasting)
+        frozen_bytes, own_bytes, transient_bytes = (
+            self.scanner.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
+            for adoptees in (frozen, own, born.transient)
+        )
+        return frozen_bytes // self._ranks.shares.world_size + own_bytes + transient_bytes
 
     def adopt_shared(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
-        """Adopt, at registration, what ranks share. Returns its ranges, and the storages that are
-        left."""
-        frozen, trained, own = self._divide(adoptees)
-        if not frozen and not trained and self.adapter.kind != "optimizer":
+        frozen, own = self._divide(adoptees)
+        if not frozen:
             raise RegistrationError(
-                f"{self.name!r} has no parameters, so there is nothing to share; register it "
-                "without replicated=True"
+                f"{self.name!r} has no frozen parameters, and ranks share nothing else; register "
+                "it without replicated=True, or with readonly=True if nothing writes it"
             )
-        said = self._ranks.exchange_texts(
-            "what", f"{self.adapter.kind}-{self._readonly}-{len(frozen)} {len(trained)}"
-        )
-        self._check_layouts([each.partition(" ")[0] for each in said])
-        found: list[Range] = [self._shared_range(frozen, is_frozen=True)] if frozen else []
-        try:
-            self._check_layouts(said)
-            found += [self._shared_range(trained, is_frozen=False)] if trained else []
-        except UnequalRanks as unequal:  # on each of these ranks, because all compare the same
-            if not frozen:
-                raise
-            logger.info("%s Each rank has a host copy of what is trained.", unequal)
-            own = trained + own
-        return found, own
+        return [self._shared_range(frozen)], own
 
-    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
-        frozen, trained, own = self._divide(adoptees)
-        shared_bytes = sum(
-            super(SharedScanner, self).first_host_bytes(each) for each in (frozen, trained)
-        )
-        return shared_bytes // self._ranks.shares.world_size + super().first_host_bytes(own)
-
-    def _divide(
-        self, adoptees: Sequence[Adoptee]
-    ) -> tuple[list[Adoptee], list[Adoptee], list[Adoptee]]:
-        """Split storages into those that never change, those that training changes alike on all
-        ranks, and this rank's own."""
-        groups: tuple[list[Adoptee], list[Adoptee], list[Adoptee]] = ([], [], [])
-        for adoptee in adoptees:
-            groups[
-                0
-                if self._readonly
-                else 1
-                if self.adapter.kind == "optimizer"
-                else _kind_of(adoptee)
-            ].append(adoptee)
-        return groups
-
-    def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
-        return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
-
-    def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Make a host copy for state of these sizes that all ranks share. Every rank calls this at
-        the same time. See `_shared_range`."""
-        if self.adapter.kind != "optimizer":
-            super().reserve(sizes, parts)
-            return
-        nbytes = self.host_bytes_for(sizes)
-        num_prints = sum(size // _PIECE_BYTES + 2 for size in sizes)
-        self._check_layouts(self._ranks.exchange_texts("state", f"{nbytes} {num_prints}"))
-        if sizes:
-            self._reserved_addresses = self._device.reserve(nbytes)
-            self.state = self._copy_for("", nbytes, num_prints, what="state")
-            self.state.slab.pin()
-
-    @property
-    def reserved_bytes(self) -> int:
-        return super().reserved_bytes + (
-            0 if (copy := self.free_state()) is None else copy.slab.held_bytes
-        )
-
-    def free_state(self) -> SharedCopy | None:
-        """The host copy for state that is not created yet, unless it was created meanwhile."""
-        is_used = any(isinstance(r, SharedRange) and r.copy is self.state for r in self.ranges.all)
-        return None if is_used else self.state
-
-    def adopt(
-        self,
-        adoptees: list[Adoptee],
-        *,
-        transient: bool = False,
-        in_parts: bool = False,
-    ) -> Range | None:
-        copy = None if transient or not adoptees else self.free_state()
-        if (
-            copy is None
-            or self.host_bytes_for([each.nbytes for each in adoptees]) > copy.slab.nbytes
-        ):
-            return super().adopt(adoptees, transient=transient, in_parts=in_parts)
-        layout = RangeLayout(self._device, adoptees, self._addresses)
-        slab: HostSlab = copy.slab
-        if (refusal := self._refusal(copy, adoptees, layout)) is None:
-            self._write(adoptees, layout, slab, self._ranks.shares.rank)
-            copy.note_arrived(1)
-            lacking: Iterable[int] = copy.wait_for_shares(1)
-        else:
-            logger.warning(
-                "%r: its new state has a host copy of this rank's own: %s",
-                self.name,
-                refusal.reason,
-            )
-            slab, lacking = (
-                self._device.host(used_bytes(layout.nbytes)),
-                range(self._ranks.shares.world_size),
-            )
-        for rank in lacking:
-            self._write(adoptees, layout, slab, rank)
-        fresh = SharedRange(self._device, layout, slab, tuple(adoptees), copy, is_frozen=False)
-        if refusal is not None and refusal.is_final:
-            fresh.leave("it was created unequal on the ranks")
-        return fresh
-
-    def _refusal(
-        self, copy: SharedCopy, adoptees: Sequence[Adoptee], layout: RangeLayout
-    ) -> Refusal | None:
-        if not self.moves_together or copy.has_met:
-            return Refusal("this rank has offloaded it alone", False)
-        prints = [
-            ("its tensors", int(_layout(self._device, adoptees, layout)[:15], 16)),
-            *_fingerprints(adoptees),
-        ]
-        if len(prints) > copy.table.shape[1]:
-            return Refusal("it has more tensors than was expected", False)
-        copy.meet(torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu"))
-        return copy.wait_for_all(
-            len(prints), self._ranks.deadline_seconds, lambda column: repr(prints[column][0])
-        )
-
-    def _shared_range(self, adoptees: list[Adoptee], *, is_frozen: bool) -> SharedRange:
-        """Make a shared range and write this rank's share. Every rank calls this at the same time.
-        Raises RegistrationError: the ranks do not have the same tensors, or are on several
+    def _shared_range(self, adoptees: list[Adoptee]) -> SharedRange:
+        """Make the shared range and write this rank's share. Every rank calls this at the same
+        time. Raises RegistrationError: the ranks do not have the same tensors, or are on several
         machines."""
-        device, shares = self._device, self._ranks.shares
-        layout = RangeLayout(device, adoptees, self._addresses)
+        device, shares = self.device, self._ranks.shares
+        layout = RangeLayout(device, adoptees)
         prints = _fingerprints(adoptees)
-        what = "frozen" if is_frozen else "trained"
-        num_prints = max(len(prints), used_bytes(layout.nbytes) // device.chunk_bytes + 1)
-        copy = self._copy_for(
-            _layout(device, adoptees, layout), used_bytes(layout.nbytes), num_prints, what=what
+        copy = self._shared_copy(
+            f"{self.readonly}-{_layout(device, adoptees, layout)}",
+            used_bytes(layout.nbytes),
+            len(prints),
         )
-        self._write(adoptees, layout, copy.slab, shares.rank)
-        copy.table[shares.rank, : len(prints)] = torch.tensor(
+        self._write_share(adoptees, layout, copy.slab)
+        copy.table[shares.rank] = torch.tensor(
             [value for _, value in prints], dtype=torch.int64, device="cpu"
         )
-        self._ranks.exchange_texts(f"share of {what}", "written")
-        table = copy.table[:, : len(prints)]
-        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
-            other = others(shares, table[:, column].tolist())
-            raise UnequalRanks(
+        self._ranks.exchange_texts("share", "written")
+        for column in (copy.table != copy.table[:1]).any(dim=0).nonzero().flatten().tolist():
+            other = others(shares, copy.table[:, column].tolist())
+            raise RegistrationError(
                 f"{self.name!r} cannot be replicated: {prints[column][0]!r} has other bytes on "
                 f"rank{other} than on the rest. Load the same values on every rank before you "
                 "register it, or register it without replicated=True."
             )
         self._try_out()
         copy.slab.pin()
-        return SharedRange(device, layout, copy.slab, tuple(adoptees), copy, is_frozen=is_frozen)
+        return SharedRange(device, layout, copy, tuple(adoptees))
 
-    def _copy_for(self, digest: str, nbytes: int, num_prints: int, *, what: str) -> SharedCopy:
+    def _shared_copy(self, digest: str, nbytes: int, num_prints: int) -> SharedCopy:
         """A new host copy of so many bytes that all ranks have mapped, where all give the same
         digest."""
-        device, ranks, shares = self._device, self._ranks, self._ranks.shares
+        ranks, shares = self._ranks, self._ranks.shares
         extra_bytes = SharedCopy.extra_bytes(shares, num_prints)
         with ExitStack() as files:  # the file stays open until every rank has mapped it
             file, path = -1, ""
             if shares.rank == 0:
                 file, path = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.exchange_texts(f"layout of {what}", f"{digest} {path}")
-            self._check_layouts([each.partition(" ")[0] for each in said])
+            said = ranks.exchange_texts("layout", f"{digest} {path}")
+            if (other := others(shares, [each.partition(" ")[0] for each in said])) is not None:
+                raise RegistrationError(
+                    f"{self.name!r} cannot be replicated: rank{other} has other frozen tensors "
+                    "than the rest (names, shapes, dtypes, device, order), or registers them in "
+                    "another way (readonly=True). Build the same model on every rank and on the "
+                    "same kind of device, or leave out replicated=True."
+                )
             if shares.rank != 0:
                 try:
                     file = files.enter_context(opened_file(said[0].partition(" ")[2]))
@@ -497,68 +295,63 @@ class SharedScanner(StorageScanner):
                         f"rank 0 ({error}). The ranks must be on one machine, as one user, and see "
                         "each other's /proc (one container, or a shared PID namespace)."
                     ) from error
-            slab = device.shared_host(
-                file, nbytes, spans_of(shares.rank, nbytes, device.chunk_bytes, shares), extra_bytes
-            )
-            copy = SharedCopy(
-                slab, shares, lambda: ranks.change, lambda: bool(ranks.group.is_decided)
-            )
-            ranks.exchange_texts(f"mapping of {what}", "done")
-        copy.watch()
+            spans = spans_of(nbytes, self.device.chunk_bytes, shares)
+            copy = SharedCopy(self.device.shared_host(file, nbytes, spans, extra_bytes), shares)
+            ranks.exchange_texts("mapping", "done")
         return copy
 
-    def _write(
-        self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab, rank: int
+    def _write_share(
+        self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab
     ) -> None:
         copies = []
-        spans = spans_of(rank, layout.nbytes, self._device.chunk_bytes, self._ranks.shares)
+        spans = spans_of(layout.nbytes, self.device.chunk_bytes, self._ranks.shares)
         for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):
-            if adoptee.storage.device == self._device.torch_device:
+            if adoptee.storage.device == self.device.torch_device:
                 copies.append(
                     Copy(adoptee.storage.data_ptr() + first, slab.address + start, nbytes)
                 )
             else:
                 slab.view(start, nbytes).copy_(byte_view(adoptee.storage)[first : first + nbytes])
         if copies:
-            self._device.copy(copies, "to_host")
-        self._device.sync()
-
-    def _check_layouts(self, layouts: Sequence[str]) -> None:
-        if (other := others(self._ranks.shares, layouts)) is not None:
-            raise UnequalRanks(
-                f"{self.name!r} cannot be replicated: rank{other} has other tensors than the rest "
-                "(names, shapes, dtypes, device, order), or registers them in another way "
-                "(readonly=True). Build the same model on every rank and on the same kind of "
-                "device, or leave out replicated=True."
-            )
+            self.device.copy(copies, "to_host")
+        self.device.sync()
 
     def _try_out(self) -> None:
         """Run one collective. It creates the communicator now, so that no later load lacks memory
         for it."""
         out = torch.zeros(
-            self._ranks.shares.world_size, dtype=torch.uint8, device=self._device.torch_device
+            self._ranks.shares.world_size, dtype=torch.uint8, device=self.device.torch_device
         )
         try:
             self._ranks.gather(out)
         except RuntimeError as error:
             raise RegistrationError(
-                f"{self.name!r} cannot be replicated: an all-gather on {self._device.torch_device} "
+                f"{self.name!r} cannot be replicated: an all-gather on {self.device.torch_device} "
                 f"failed: {error}. The process group needs a backend for that device (nccl for "
                 "CUDA, gloo for the CPU)."
             ) from error
 
 
-class UnequalRanks(RegistrationError):
-    """The ranks do not have the same tensors, or other bytes in them. All of them raise it."""
+def _changed_names(r: Range, index: int) -> list[str]:
+    """The names of the tensors whose bytes differ from the host copy in a page that is on the
+    device."""
+    names = []
+    first, end = r.starts[index], r.starts[index] + r.used_sizes[index]
+    for entry in r.placed:
+        start = max(first, entry.offset)
+        nbytes = min(end, entry.offset + entry.nbytes) - start
+        if nbytes > 0 and not r.on_device(start, nbytes).cpu().equal(r.host.view(start, nbytes)):
+            names.append(entry.name)
+    return names
 
 
-def _kind_of(adoptee: Adoptee) -> int:
-    """0 for parameters that are not trained, 1 for those that are, 2 for what is each rank's own:
-    buffers change with a rank's data."""
+def _is_frozen(adoptee: Adoptee) -> bool:
+    """Whether a storage has parameters, of which none is trained. Buffers change with a rank's
+    data."""
     tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in adoptee.owned]
     # FSDP2 has plain tensors over each one's bytes
     parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
-    return int(any(parameter.requires_grad for parameter in parameters)) if parameters else 2
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) -> str:

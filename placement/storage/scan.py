@@ -222,8 +222,6 @@ class StorageScanner:
         # memory of gradients that have died, for those of the present offload: pinning takes long
         self.spare: HostSlab | None = None
         self.when_unused: Callable[[], object] = lambda: None  # see `Range`
-        # whether all ranks of a group are making the present move, in the same change of the group
-        self.moves_together = False
         _SCANNERS.add(self)
 
     def lent_gradients(self) -> set[int]:
@@ -426,11 +424,6 @@ class StorageScanner:
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
         return Unadopted.of([each.storage for each in (*new.lasting, *new.transient)])
 
-    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
-        """Host memory that this process needs for storages that are not transient and exist at
-        registration."""
-        return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
-
     def adopt(
         self,
         adoptees: list[Adoptee],
@@ -479,9 +472,6 @@ class StorageScanner:
             if sizes
             else 0
         )
-
-    def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
-        return self.host_bytes_for(sizes, parts)
 
     @property
     def reserved_bytes(self) -> int:

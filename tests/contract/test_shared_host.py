@@ -110,21 +110,14 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(
             device,
             [Adoptee(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)],
         )
-        for start, nbytes in spans_of(rank, layout.nbytes, device.chunk_bytes, shares):
+        for start, nbytes in spans_of(layout.nbytes, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
             held[start : start + nbytes] += 1
         extra_bytes = SharedCopy.extra_bytes(shares, 1)
         with new_file(layout.nbytes + 2 * PAGE + extra_bytes) as (file, _):
             slab = device.shared_host(file, layout.nbytes, [], extra_bytes)
-        r = SharedRange(
-            device,
-            layout,
-            slab,
-            (),
-            SharedCopy(slab, shares, lambda: 1, lambda: False),
-            is_frozen=True,
-        )
-        brought, saved = torch.zeros(2, r.nbytes, dtype=torch.uint8)
+        r = SharedRange(device, layout, SharedCopy(slab, shares), ())
+        brought = torch.zeros(r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
             for copy in (*r.copies(index)[0], *r.copies(index)[1]):
                 assert (
@@ -132,45 +125,10 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(
                     == copy.host_address - r.host.address
                 )
                 brought[copy.host_address - r.host.address :][: copy.nbytes] += 1
-            for copy in filter(None, (r.pages.share(each, index) for each in range(world_size))):
-                saved[copy.host_address - r.host.address :][: copy.nbytes] += 1
             start, nbytes = r.gathered(index)
             assert nbytes == world_size * r.part_bytes(index)
             assert start + nbytes <= r.starts[index] + r.used_sizes[index] + PAGE
         assert (brought == 1).all()
-        assert (saved == 1).all()
     whole_pages = -(-r.nbytes // PAGE) * PAGE
     assert (held[:whole_pages] == 1).all()
     assert not held[whole_pages:].any()
-
-
-def test_a_rank_whose_partner_does_not_come_says_why() -> None:
-    device, over = SimulatedDevice(1 << 20), list[bool]()
-    all_shares = [Shares(rank, (0, 1)) for rank in range(2)]
-    with new_file(PAGE + SharedCopy.extra_bytes(all_shares[0], 1)) as (file, _):
-        ours, others = (
-            SharedCopy(
-                device.shared_host(file, PAGE, [], SharedCopy.extra_bytes(each, 1)),
-                each,
-                lambda: 1,
-                lambda: bool(over),
-            )
-            for each in all_shares
-        )
-    ours.meet(torch.tensor([7]))
-
-    def wait(seconds: float) -> tuple[str, bool]:
-        refusal = ours.wait_for_all(1, seconds, str)
-        assert refusal is not None
-        return refusal
-
-    others.note_place(on_device=True)
-    assert wait(0.05) == ("rank 1 has not offloaded it within 0.05 s", False)
-    over.append(True)
-    assert wait(60.0) == ("rank 1 has not offloaded it", False)
-    others.note_place(on_device=False)
-    assert wait(60.0) == ("rank 1 has offloaded it alone", False)
-    others.leave(-1)
-    assert wait(60.0) == ("rank 1 shares it no longer", True)
-    others.meet(torch.tensor([7]))
-    assert ours.wait_for_all(1, 0.0, str) is None

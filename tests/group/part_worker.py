@@ -55,28 +55,26 @@ def _train(
 
 
 def hybrid(generation: int, device: str) -> tuple[list[tuple[int, ...]], float]:
-    """HSDP on a mesh of two times so many ranks. The ranks that share each range, and this rank's
-    share of the bytes of all."""
+    """HSDP on a mesh of two times so many ranks, with frozen blocks. The ranks that share these,
+    and this rank's share of their bytes."""
 
     def build() -> Program:
         ranks = init_device_mesh(
             device, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
         )
         model = net(device)
+        model.blocks.requires_grad_(False)
         for part in (*model.blocks, model):
             fully_shard(part, mesh=ranks)
         return program(model, device)
 
     plain, placed = build(), build()
     manager = _manager(generation, device)
-    handles = [
-        manager.register("actor", placed.model, role="actor", replicated=True),
-        manager.register("optimizer", placed.optimizer, replicated=True),
-    ]
+    actor = manager.register("actor", placed.model, role="actor", replicated=True)
+    manager.register("optimizer", placed.optimizer)
     _train(plain, placed, manager, range(4))
-    ranges = [r for each in handles for r in each.holding.ranges if isinstance(r, SharedRange)]  # type: ignore[union-attr]
-    members = [each for handle in handles for each in shared_with(handle)]
-    share = sum(r.held_host_bytes for r in ranges) / sum(r.nbytes for r in ranges)
+    (shared,) = (r for r in actor.storage.ranges if isinstance(r, SharedRange))
+    members, share = shared_with(actor), shared.host.held_bytes / shared.nbytes
     with manager.phase("train"):
         assert bytes_of(dict(placed.values())) == bytes_of(dict(plain.values()))
     manager.close()

@@ -1,25 +1,32 @@
-"""Replicated handles: one host copy for the ranks of a machine, loaded by all of them together.
-Real processes over gloo."""
+"""Replicated handles: one host copy of what is frozen for the ranks of a machine, loaded by all of
+them together. Real processes over gloo."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from placement import Manager, PlacementError, RegistrationError, State, checkpoint
+from placement import HostMemoryError, Manager, PlacementError, RegistrationError, State, checkpoint
+from placement.core.errors import GroupError, IntegrityError
+from placement.devices.memory import Chunk
 from placement.group import StoreGroup
-from placement.storage.shared import SharedRange
-from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group import part_worker, trained_worker
+from placement.registration import replication
+from placement.testing import SimulatedDevice
+from tests.group import part_worker, tuned_worker
 from tests.group import replicated_worker as worker
 from tests.group.conftest import beside
-from tests.group.replicated_worker import Rank, as_bytes
+from tests.group.replicated_worker import Rank, as_bytes, meet_again
+from tests.group.tuned_worker import Rank as Tuning
+from tests.sharded.one_of_each import mesh, net
+from tests.sharded.training import bytes_of, device_of
 from tests.support.ranks import Ranks, group_of_all, on_ranks
 
 
@@ -85,18 +92,23 @@ def test_unequal_weights_are_refused_on_every_rank_by_name(
 
 def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
     first, second, third = three.run(worker.mistaken, generation)
-    differ = ("not readonly", "an optimizer")
-    assert {mistake: told for mistake, told in first.items() if mistake not in differ} == {
-        mistake: told for mistake, told in third.items() if mistake not in differ
+    differs = "another model"
+    assert {mistake: told for mistake, told in first.items() if mistake != differs} == {
+        mistake: told for mistake, told in third.items() if mistake != differs
     }
-    for mistake, words in (("a Lazy", "Lazy"), ("an engine", "engine"), ("external", "placement")):
+    for mistake, words in (
+        ("a Lazy", "Lazy"),
+        ("an engine", "engine"),
+        ("an optimizer", "it is an optimizer"),
+        ("external", "placement"),
+        ("nothing frozen", "no frozen parameters"),
+    ):
         assert words in second[mistake]
         assert f"rank 1: {second[mistake]}" in first[mistake]
-    for mistake in differ:
-        # A rank that is late hears rank 1's own error before it has compared.
-        words = ("rank 1 has other tensors than the rest", f"rank 1: {second[mistake]}")
-        assert all(any(each in told[mistake] for each in words) for told in (first, third))
-        assert "registers them in another way" in second[mistake]
+    # A rank that is late hears rank 1's own error before it has compared.
+    words = ("rank 1 has other frozen tensors than the rest", f"rank 1: {second[differs]}")
+    assert all(any(each in told[differs] for each in words) for told in (first, third))
+    assert "registers them in another way" in second[differs]
     assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
@@ -206,165 +218,77 @@ def test_it_needs_a_group() -> None:
     assert not manager.handles
 
 
+@on_ranks("two_ranks")
+def test_writing_a_readonly_one_is_an_error_on_that_rank_and_changes_nothing(
+    generation: int,
+) -> None:
+    rank = Rank(generation)
+    rank.register()
+    rank.load()
+
+    def write() -> None:
+        with rank.manager.phase("log_prob"), torch.no_grad():
+            if rank.rank == 1:
+                rank.ref.body[0].weight.fill_(0.5)
+
+    told = rank.fails(write, IntegrityError if rank.rank == 1 else GroupError)
+    assert "'ref' is readonly" in told
+    meet_again(rank.load)
+    rank.check_host_copy()
+    assert rank.alone is None
+    rank.manager.close()
+
+
+@on_ranks("two_ranks")
+def test_what_one_rank_writes_into_a_state_dict_of_a_readonly_one_is_its_own(
+    generation: int,
+) -> None:
+    rank = Rank(generation)
+    rank.register()
+    if rank.rank == 0:
+        rank.handle.state_dict()["odd"].fill_(3.0)
+        rank.wanted |= bytes_of({"odd": torch.full((3,), 3.0)})
+    dist.barrier()
+    rank.check_host_copy()
+    rank.load()
+    rank.load()
+    dist.barrier()
+    assert rank.alone == (
+        "it has a host copy of its own"
+        if rank.rank == 0
+        else "rank 0 takes part no longer, and has logged why"
+    )
+    rank.manager.close()
+
+
 # --- what is trained in part: one host copy of the frozen weights, beside adapters that each rank
 # trains
-
-_SIZE = 128
-
-
-class Adapted(nn.Module):
-    """A layer that is frozen, beside a trained one of low rank, and a buffer that every forward
-    pass changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(_SIZE, _SIZE).requires_grad_(False)
-        self.down = nn.Linear(_SIZE, 4, bias=False)
-        self.up = nn.Linear(4, _SIZE, bias=False)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return self.base(x) + self.up(self.down(x))
-
-    def merge(self, sign: int = 1) -> None:
-        """Add the trained layer to the frozen one, or take it out again, which rounds."""
-        with torch.no_grad():
-            self.base.weight += sign * (self.up.weight @ self.down.weight)
-
-
-class Actor(nn.Module):
-    size = _SIZE
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Adapted() for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-    def merge(self, sign: int = 1) -> None:
-        for layer in self.layers:
-            layer.merge(sign)
-
-
-class Tuning(trained_worker.Rank):
-    """An actor and its optimizer, of which the actor is replicated, and a twin of both that is not
-    placed. Every rank trains alone."""
-
-    def _made(self, size: int) -> tuple[Actor, torch.optim.Optimizer]:
-        torch.manual_seed(3)
-        actor = Actor()
-        return actor, torch.optim.AdamW(
-            [each for each in actor.parameters() if each.requires_grad], lr=1e-2
-        )
-
-    def register(self, replicated: bool) -> None:
-        self.manager.register("actor", self.actor, role="actor", replicated=True)
-        self.manager.register("optimizer", self.optimizer)
-
-    @property
-    def frozen(self) -> SharedRange:
-        """The range with the frozen parameters."""
-        (found,) = (
-            r
-            for r in self.handle("actor").storage.ranges
-            if isinstance(r, SharedRange) and r.is_frozen
-        )
-        return found
-
-    def step(self, also: Any = None) -> None:
-        batch = self.batch()
-        self.learn(batch, placed=False, averages=False)
-        with self.training():
-            self.learn(batch, placed=True, averages=False)
-        self.check_offloaded()
-
-    def both(self, change: Callable[[Actor], Any]) -> None:
-        """Change the actor in a phase, and its twin."""
-        change(self.twin)
-        with self.manager.phase("weight_sync"):
-            change(self.actor)
-        self.check_offloaded()
-
-    def check_offloaded(self) -> None:
-        """The actor has its twin's values, wherever it is."""
-        assert as_bytes(self.actor) == as_bytes(self.twin)
-        self.manager.check_integrity()
-        if not self.stays:
-            assert_nothing_resident(self.manager)
-
-    def look(self) -> None:
-        """Load it and compare."""
-        with self.manager.phase("log_prob"):
-            assert self.handle("actor").state is State.GPU_RESIDENT
-            assert as_bytes(self.actor) == as_bytes(self.twin)
-            self.manager.check_integrity()
-        self.check_offloaded()
-
-
-def trains(generation: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Train, and look at it between the steps. Returns what crossed the link in one look, and the
-    host memory."""
-    rank = Tuning(generation, **settings)
-    rank.step()
-    rank.look()
-    before = rank.device.crossed.copy()
-    rank.look()
-    seen = {
-        direction: rank.device.crossed[direction] - count for direction, count in before.items()
-    }
-    for _ in range(3):
-        rank.step()
-        rank.look()
-    assert rank.frozen.is_shared
-    assert rank.frozen.alone is None
-    seen |= {
-        "host": rank.handle("actor").host_bytes,
-        "all": sum(r.nbytes for r in rank.handle("actor").storage.ranges),
-        "frozen": rank.frozen.nbytes,
-    }
-    rank.end()
-    return seen
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"policy": "cyclic"}, {"policy": "resident"}],
-    ids=["colocated", "cyclic", "resident"],
+    [{}, {"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+    ids=["colocated", "cyclic", "resident", "verified"],
 )
 def test_training_with_one_host_copy_of_what_is_frozen(
     two_ranks: Ranks, generation: int, settings: dict[str, Any]
 ) -> None:
-    seen = two_ranks.run(trains, generation, settings)
-    fixed, everything = seen[0]["frozen"], seen[0]["all"]
-    assert fixed > 0.8 * everything
+    seen = two_ranks.run(tuned_worker.trains, generation, settings)
+    frozen, everything = seen[0]["frozen"], seen[0]["all"]
+    assert frozen > 0.8 * everything
     slack = 16 * worker.PAGE  # whole pages of each chunk
-    assert abs(sum(each["host"] for each in seen) - (fixed + 2 * (everything - fixed))) < slack
+    assert abs(sum(each["host"] for each in seen) - (frozen + 2 * (everything - frozen))) < slack
     if not settings:
         for each in seen:
-            assert abs(each["to_device"] - (fixed / 2 + everything - fixed)) < slack
+            assert abs(each["to_device"] - (frozen / 2 + everything - frozen)) < slack
             assert each["to_host"] == 0
 
 
 @pytest.mark.parametrize("on", [[0], [1], [0, 1]])
-@on_ranks("two_ranks")
 def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(
-    generation: int, on: list[int]
+    two_ranks: Ranks, generation: int, on: list[int]
 ) -> None:
-    """There and back. The other ranks have the values that they had, and the shared host copy
-    still."""
-    rank = Tuning(generation)
-    rank.step()
-    for sign in (1, -1, 1):
-        rank.both(lambda model, sign=sign: model.merge(sign) if rank.rank in on else None)
-        rank.look()
-    rank.step()
-    rank.look()
-    assert rank.frozen.is_shared == (rank.rank not in on)
-    assert rank.frozen.alone is not None
-    assert ("has other bytes on rank" in rank.frozen.alone) == (rank.rank in on)
-    rank.end()
+    two_ranks.run(tuned_worker.merges, generation, on)
 
 
 @on_ranks("two_ranks")
@@ -378,31 +302,194 @@ def test_a_frozen_layer_may_be_trained_later(generation: int) -> None:
         rank.step()
         rank.look()
     assert not rank.frozen.is_shared
+    (warning,) = rank.warnings()
+    assert "layers.1.base." in warning
     rank.end()
 
 
-@pytest.mark.parametrize("on", [[1], [0, 1]])
 @on_ranks("two_ranks")
 def test_a_checkpoint_of_changed_weights_that_are_on_the_device(
-    generation: int, tmp_path: Path, on: list[int]
+    generation: int, tmp_path: Path
 ) -> None:
-    """Where all ranks have changed them alike, they share a host copy again."""
     rank = Tuning(generation)
     rank.data.manual_seed(0)  # all train alike
     rank.step()
-    if rank.rank in on:
+    if rank.rank == 1:
         rank.twin.merge()
     with rank.manager.phase("weight_sync"):
-        if rank.rank in on:
+        if rank.rank == 1:
             rank.actor.merge()
-        checkpoint.async_save(rank.manager, tmp_path / "a", only=["actor"]).result()
+        checkpoint.async_save(rank.manager, tmp_path / str(rank.rank), only=["actor"]).result()
         dist.barrier()
     rank.look()
-    if len(on) == rank.world_size:  # else the ranks have saved different values
-        at_first = {name: value.clone() for name, value in rank.twin.state_dict().items()}
-        rank.both(Actor.merge)
-        checkpoint.load(rank.manager, tmp_path / "a", only=["actor"])
-        rank.twin.load_state_dict(at_first)
-        rank.look()
-    assert rank.frozen.is_shared == (len(on) == rank.world_size or rank.rank not in on)
+    assert rank.frozen.is_shared == (rank.rank == 0)
     rank.end()
+
+
+@pytest.mark.parametrize("loaded", ["on the device", "offloaded"])
+@on_ranks("two_ranks")
+def test_a_checkpoint_is_loaded_for_this_rank_alone(
+    generation: int, tmp_path: Path, loaded: str
+) -> None:
+    """On the device, equal values stay shared."""
+    rank = Tuning(generation)
+    rank.data.manual_seed(0)
+    rank.step()
+    checkpoint.save(rank.manager, tmp_path / "a", only=["actor"])
+    at_first = {name: value.clone() for name, value in rank.twin.state_dict().items()}
+    assert rank.frozen.is_shared
+    rank.step()
+    dist.barrier()
+    if loaded == "offloaded":
+        checkpoint.load(rank.manager, tmp_path / "a", only=["actor"])
+    else:
+        with rank.manager.phase("restore"):
+            checkpoint.load(rank.manager, tmp_path / "a", only=["actor"])
+    rank.twin.load_state_dict(at_first)
+    rank.look()
+    assert rank.frozen.is_shared == (loaded == "on the device")
+    rank.end()
+
+
+@pytest.mark.parametrize("taken", ["on the device", "offloaded"])
+@on_ranks("two_ranks")
+def test_what_one_rank_writes_into_a_state_dict_is_its_own(generation: int, taken: str) -> None:
+    """Also where it was taken before the offload."""
+    rank = Tuning(generation)
+    rank.step()
+    rank.look()
+    held: dict[str, torch.Tensor] = {}
+    if taken == "offloaded":
+        held |= rank.actor.state_dict() if rank.rank == 0 else {}
+    else:
+        with rank.manager.phase("log_prob"):
+            held |= rank.actor.state_dict() if rank.rank == 0 else {}
+    if held:
+        with torch.no_grad():
+            for values in (held, rank.twin.state_dict()):
+                values["layers.2.base.weight"].fill_(0.25)
+    dist.barrier()
+    rank.check_offloaded()
+    rank.look()
+    rank.step()
+    rank.look()
+    assert rank.frozen.is_shared == (rank.rank == 1)
+    assert len(rank.warnings()) == (rank.rank == 0)
+    rank.end()
+
+
+@on_ranks("two_ranks")
+def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation: int) -> None:
+    rank = Tuning(generation)
+    rank.step()
+    lacks = rank.rank == 0
+    if lacks:
+        rank.device.fail("host", at=1, forever=True)
+    with pytest.raises(HostMemoryError if lacks else GroupError, match="host"):
+        tuned_worker.change_frozen(rank)
+    assert bool(rank.handle.resident_bytes) == lacks
+    if lacks:
+        assert as_bytes(rank.actor) == as_bytes(rank.twin)
+        with pytest.raises(HostMemoryError):
+            rank.manager.handles["actor"].holding.make_host_copy_own(rank.frozen)
+    dist.barrier()
+    rank.device.clear()
+    meet_again(rank.look)
+    rank.look()
+    assert not rank.frozen.is_shared
+    rank.end()
+
+
+def test_device_calls_may_fail_while_frozen_weights_change(
+    two_ranks: Ranks, generation: int, counted: Callable[[str], None]
+) -> None:
+    cases = two_ranks.run(tuned_worker.faults, generation, 0, 2, deadline_seconds=240.0)
+    assert min(cases) > 5
+    counted(f"frozen weights change: device calls of rank 0 fail once: {cases[0]} cases")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@on_ranks("two_ranks")
+def test_what_cannot_come_back_is_offloaded_and_stays_shared(generation: int, at: int) -> None:
+    """An exit fails after it has given memory back, and the driver has one chunk too few."""
+    rank = Tuning(generation)
+    rank.step()
+    rank.look()
+    plain, released = rank.device.release, list[int]()
+
+    def release(*chunks: Chunk) -> None:
+        plain(*chunks)
+        released.append(len(chunks))
+        if len(released) == at:
+            rank.device.fail("create", at=sum(released), forever=True)
+            raise RuntimeError("injected")
+
+    with contextlib.suppress(PlacementError, RuntimeError), rank.manager.phase("log_prob"):
+        if rank.rank == 0:
+            rank.device.release = release  # type: ignore[method-assign]
+    assert (rank.rank == 0) == bool(released)
+    rank.device.release = plain  # type: ignore[method-assign]
+    rank.device.clear()
+    rank.check_offloaded()
+    meet_again(rank.look)
+    assert rank.frozen.is_shared
+    assert not rank.warnings()
+    rank.end()
+
+
+# --- a part of the group
+
+
+def test_ranks_of_a_mesh_that_replicates_share_their_shards(generation: int) -> None:
+    four = Ranks(4)
+    seen = four.run(part_worker.hybrid, generation, "cpu")
+    four.close()
+    for rank, (members, _) in enumerate(seen):
+        assert members == [(rank % 2, rank % 2 + 2)]
+    shares = [share for _, share in seen]
+    # whole pages
+    assert [shares[rank] + shares[rank + 2] for rank in (0, 1)] == pytest.approx([1, 1], rel=0.15)
+
+
+@on_ranks("three")
+def test_ranks_of_each_machine_share_a_copy(generation: int) -> None:
+    """Rank 1 is on a machine of its own."""
+    is_apart = dist.get_rank() == 1
+    with (
+        mock.patch.object(replication, "_machine", return_value="another")
+        if is_apart
+        else contextlib.nullcontext()
+    ):
+        manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 60.0))
+        for name in ("ref", "teacher"):
+            torch.manual_seed(4)
+            model = tuned_worker.Actor()
+            wanted = as_bytes(model)
+            handle = manager.register(name, model, role="ref", readonly=True, replicated=True)
+            assert part_worker.shared_with(handle) == [(1,) if is_apart else (0, 2)]
+            with manager.phase("ref_log_prob"):
+                assert as_bytes(model) == wanted
+        assert len(manager._replication._machine_groups) == 1
+        manager.close()
+
+
+@on_ranks("three")
+def test_a_group_that_nobody_can_tell_is_refused(generation: int) -> None:
+    """Nobody can know who holds the same; and rank 0 names another group than the others, who raise
+    the reason of whoever failed first."""
+    manager = Manager(device=device_of("cpu"), group=group_of_all(generation, 5.0))
+    sharded = net("cpu")
+    fully_shard(sharded, mesh=mesh("cpu"))
+    pair = dist.new_group([0, 1], backend="gloo")
+    unequal = "of the (2 ranks of its process group 1|3 ranks of its process group 2) register it"
+    for model, group, said in (
+        (sharded, True, "0 replicate all of them"),
+        (net("cpu"), pair if dist.get_rank() == 0 else True, unequal),
+    ):
+        before = bytes_of([*model.parameters()])
+        with pytest.raises(RegistrationError, match=said):
+            manager.register("actor", model, role="actor", replicated=group)
+        assert bytes_of([*model.parameters()]) == before
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert not manager.handles
+    manager.close()

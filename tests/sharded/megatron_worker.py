@@ -247,36 +247,20 @@ def compare(kind: Kind, **options: Any) -> training.Outcome:
     return training.compare(functools.partial(build, kind), within=pretend_cuda, **options)
 
 
-def replicas(kind: Kind, generation: int) -> list[list[tuple[int, ...]]]:
-    """Steps with one host copy of the weights for the data-parallel ranks, and of an optimizer that
-    is not distributed. The ranks that share each range, by handle."""
+def replicas(kind: Kind, generation: int) -> list[tuple[int, ...]]:
+    """A reference with one host copy for the data-parallel ranks. The ranks that share it."""
     with pretend_cuda():
         seed(0)
-        plain = build(kind)
-        seed(0)
-        placed = build(kind)
+        model = build(kind).model
+        wanted = training.bytes_of([*model.parameters()])
         group = group_of_all(generation, 60.0)
         manager = Manager(device=training.device_of("cpu"), group=group, budget_bytes=1 << 40)
-        handles = [
-            manager.register("actor", placed.model, role="actor", replicated=True),
-            manager.register(
-                "actor.optimizer", placed.optimizer, replicated=not kind.is_distributed
-            ),
-        ]
-        for step in range(4):
-            for phase, method in plain.phases:
-                wanted = getattr(plain, method)(step)
-                with manager.phase(phase):
-                    assert training.as_bytes(getattr(placed, method)(step)) == training.as_bytes(
-                        wanted
-                    )
-            assert [handle.resident_bytes for handle in handles] == [0, 0]
-        shared = [shared_with(handle) for handle in handles[: 1 if kind.is_distributed else 2]]
-        with manager.phase("train"):
-            found, wanted = dict(placed.values()), dict(plain.values())
-            assert found.keys() == wanted.keys()
-            assert all(
-                training.as_bytes(found[name]) == training.as_bytes(wanted[name]) for name in wanted
-            )
+        handle = manager.register("ref", model, role="ref", readonly=True, replicated=True)
+        for _ in range(2):
+            with manager.phase("ref_log_prob"):
+                assert training.bytes_of([*model.parameters()]) == wanted
+            assert handle.resident_bytes == 0
+        shared = shared_with(handle)
         manager.close()
+        assert training.bytes_of([*model.parameters()]) == wanted
     return shared

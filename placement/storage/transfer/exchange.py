@@ -69,17 +69,13 @@ class Comparison:
         self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
         # The host copy of a readonly handle stays as it is: nothing is copied, and what differs is
         # an error. Its gradients, which are in transient ranges, may change.
-        self.keeps_host_copy = holding.readonly and (
-            r.is_shared or (self.host_prints is not None and not r.transient)
-        )
+        self.keeps_host_copy = holding.readonly and self.host_prints is not None and not r.transient
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
         self._device, self._range = device, r
         self._num_compared = 0
         self._asked: Callable[[], torch.Tensor] | None = None
-        # Ranks that write together compare all fingerprints before anything is written.
-        # the number of pages to ask for next
-        self.num_next = len(r.chunk_sizes) if r.is_replica and not holding.readonly else _LEAD
+        self.num_next = _LEAD  # the number of pages to ask for next
 
     @property
     def num_left(self) -> int:
@@ -221,9 +217,6 @@ class Exchange:
     while_copying: Callable[[], object] = lambda: None
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put
     aside first."""
-    # whether all ranks make these moves, in the same change of the group, and each knows that the
-    # others do
-    is_together: bool = False
     _arrivals: Arrivals = field(init=False)  # this and the next three are those of one `run`
     _releases_at_once: bool = field(init=False)
     # device bytes that may be taken from the driver before any chunk was given up
@@ -264,8 +257,6 @@ class Exchange:
             # a write into a state dict may be queued on the current stream, and loads wait for no
             # stream
             self.device.wait_for_work()
-        for holding in out:
-            holding.scanner.moves_together = self.is_together
         try:
             early = self._begin(out, into)
             dropped = {
@@ -374,10 +365,7 @@ class Exchange:
             self._arrivals.open_window(self._room_bytes)
         for each in departures:  # not before: the kernel that wipes the window's memory would wait
             each.ask_more()
-        # Where ranks write together, all of them ask for all fingerprints before anything else.
-        if self._puts_aside or any(
-            each.copied_bytes or each.holding.is_written_together for each in departures
-        ):
+        if self._puts_aside or any(each.copied_bytes for each in departures):
             for each in departures:
                 while each.waiting:
                     self._enqueue_part(each)
@@ -435,19 +423,20 @@ class Exchange:
         indices, changed = comparison.take()
         if not comparison.num_left:
             departure.waiting.popleft()
-        prints = comparison.device_prints[indices.start : indices.stop]
         comparison.wrong += changed if comparison.keeps_host_copy else ()
-        dirty = () if comparison.keeps_host_copy else holding.pages_to_save(r, prints, changed)
+        dirty = () if comparison.keeps_host_copy else changed
         r.pages.note_clean(indices)
         r.pages.note_changed(dirty)
         comparison.num_next = (
             comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
         )
+        if dirty and r.is_shared:
+            holding.make_host_copy_own(r, dirty)
         if dirty:
             r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
-        departure.copied_bytes += r.pages.bytes_to_save(dirty)
+        departure.copied_bytes += r.pages.used_bytes_of(dirty)
         departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
 
     def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
