@@ -175,8 +175,7 @@ def _training_rank(
 ) -> None:
     rig, store = _joined(rank, world_size, port, device, size)
     group = StoreGroup(store, rank, world_size, _START_SECONDS)
-    # the step here needs no activations
-    manager = placement.Manager(device=rig.placement_device(), group=group, headroom=0.05)
+    manager = placement.Manager(device=rig.placement_device(), group=group)
     answer.send(_trains(rig, manager, nbytes, cycles, replicated=replicated))
     dist.barrier()
     dist.destroy_process_group()

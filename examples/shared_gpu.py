@@ -33,7 +33,7 @@ def make_manager(role: str, folder: str) -> placement.Manager:
     if torch.cuda.is_available():
         return placement.Manager(device="cuda:0", leases=True, worker_role=role)
     device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
-    return placement.Manager(device=device, leases=folder, headroom=0.0, worker_role=role)
+    return placement.Manager(device=device, leases=folder, worker_role=role)
 
 
 def rollout(folder: str, begin: Barrier) -> None:

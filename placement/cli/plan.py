@@ -10,15 +10,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from placement import forecasting
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
-from placement.core.settings import Settings, parse_bytes
+from placement.core.settings import Settings, nearest, parse_bytes
 from placement.core.snapshot import WORDS, readable
 from placement.core.states import IDLE, PHASES, ROLES, WORKER_ROLES, State
-from placement.forecasting.description import CYCLES, Forecast, Layout, PhaseForecast
+from placement.forecasting.description import CYCLES, Forecast, PhaseForecast
 from placement.planning.policy_lookup import policy_names
 
 if TYPE_CHECKING:
@@ -53,127 +53,29 @@ _COMMA = re.compile(r",(?![^(]*\))")  # one that is not inside the brackets of a
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "model",
-        metavar="CONFIG",
-        help="the actor's config.json of transformers, or a folder with one; nothing is downloaded",
-    )
-    add(
-        "--roles",
-        help="which models there are (default actor,ref; for "
-        "the "
-        "cycle "
-        "ppo "
-        "actor,critic,ref,reward)",
-    )
-    add(
-        "--model-of",
-        action="append",
-        default=[],
-        metavar="ROLE=CONFIG",
-        help="another configuration for a role; may be repeated",
-    )
-    add(
-        "--dtype",
-        help="of the weights of trained models, such as bfloat16 "
-        "(default: "
-        "as "
-        "the "
-        "configuration says)",
-    )
-    add(
-        "--optimizer",
-        default="adamw",
-        help="adamw, adamw-fp32, adamw-master, "
-        "sgd, "
-        "sgd-momentum "
-        "or package.module:Class (default "
-        "adamw)",
-    )
-    add(
-        "--gradients",
-        default="cleared",
-        choices=("cleared", "kept"),
-        help="whether gradients are None when training ends",
-    )
-    add(
-        "--replicated",
-        default="",
-        metavar="ROLES",
-        help="readonly models of which the ranks of a node share one host copy",
-    )
-    add(
-        "--kv-cache",
-        metavar="BYTES",
-        help="the rollout engine's KV cache on a GPU; gives "
-        "the "
-        "job "
-        "an engine that places its own "
-        "memory",
-    )
-    add(
-        "--rollout-weights",
-        metavar="BYTES",
-        help="the engine's weights on a GPU (default: the actor's in bfloat16, divided)",
-    )
-    add(
-        "--rollout-tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs that share the engine (default 1)",
-    )
-    add(
-        "--discard-weights",
-        action="store_true",
-        help="the engine drops its weights when it sleeps (level 2)",
-    )
-    for name, text in (
-        ("data-parallel", "replicas"),
-        ("shards", ("ranks that share each parameter (FSDP2)")),
-        ("tensor-parallel", ""),
-    ):
-        add(
-            f"--{name}",
-            type=int,
-            default=1,
-            metavar="N",
-            help=text or "ranks that share each layer",
-        )
-    add(
-        "--gpus-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="GPUs of a machine; each rank has one (default 8)",
-    )
-    add(
-        "--cycle",
-        default="grpo",
-        help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)",
-    )
-    add(
-        "--work",
-        default="",
-        metavar="PHASE=SECONDS,...",
-        help="the duration of each phase without moves; a prefetch needs it",
-    )
-    add(
-        "--steps",
-        default="",
-        metavar="PHASE=N,...",
-        help="optimizer steps in each phase, if a policy streams their state (default 1)",
-    )
-    add("--policy", help=_POLICY_HELP)
-    add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
+    config = "the config.json of transformers of every model, or a folder with one"
+    add("model", metavar="CONFIG", help=f"{config}; nothing is downloaded")
+    add("--roles", help="the models (default actor,ref; with --cycle ppo: with critic and reward)")
+    add("--dtype", help="of trained weights, such as bfloat16 (default: as CONFIG says)")
+    known = "adamw, adamw-fp32, adamw-master, sgd or sgd-momentum (default adamw)"
+    add("--optimizer", default="adamw", help=known)
+    add("--shards", type=int, default=1, metavar="N", help="ranks that share each parameter")
+    add("--ranks-per-node", type=int, metavar="N", help="(default: the shards, at most 8)")
+    add("--kv-cache", metavar="BYTES", help="of a rollout engine that places its own memory")
+    weights = "the engine's on a GPU (default: the actor's in bfloat16)"
+    add("--rollout-weights", metavar="BYTES", help=weights)
+    dropped = "the engine drops its weights when it sleeps (level 2)"
+    add("--discard-weights", action="store_true", help=dropped)
+    cycle = f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)"
+    add("--cycle", default="grpo", help=cycle)
+    work = "the duration of each phase without moves; a prefetch needs it"
+    add("--work", default="", metavar="PHASE=SECONDS,...", help=work)
+    add("--policy", help=f"{_POLICY_HELP}; several, with commas: side by side")
     add("--budget", metavar="BYTES", help=_BUDGET_HELP)
-    add(
-        "--host-limit",
-        metavar="BYTES",
-        help="host memory of a rank (host_limit_bytes); what is beyond it waits on a disk",
-    )
-    add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
-    add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
+    limit = "host memory of a rank (host_limit_bytes); what is beyond it waits on a disk"
+    add("--host-limit", metavar="BYTES", help=limit)
+    link = "what `placement doctor --json` wrote, or bytes a second each way, such as 50GB"
+    add("--link", metavar="FILE", help=link)
     _add_settings(parser)
     add("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run_plan)
@@ -194,136 +96,129 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake
     in what was given."""
     try:
-        if arguments.link and arguments.rate:
-            raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
-        named = _COMMA.split(arguments.compare or arguments.policy or settings.policy)
-        chosen = [each.strip() for each in named if each.strip()]
-        if not chosen:
-            raise ValueError(
-                f"--compare names no policy; write some of {', '.join(policy_names())}, with "
-                "commas between them"
-            )
-        job = _job(arguments, settings)
-        forecasts = [forecasting.forecast(policy=policy, **job) for policy in chosen]
+        named = _COMMA.split(arguments.policy or settings.policy)
+        policies = [policy.strip() for policy in named if policy.strip()]
+        if not policies:
+            raise ValueError(f"--policy names no policy; write some of {', '.join(policy_names())}")
+        forecasts = [_forecast(policy, arguments, settings) for policy in policies]
     except (ValueError, OSError, ImportError, PlacementError) as error:
         print(f"placement plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        found = [each.model_dump(mode="json") for each in forecasts]
-        print(json.dumps(found if arguments.compare else found[0], indent=1))
+        dumped = [forecast.model_dump(mode="json") for forecast in forecasts]
+        print(json.dumps(dumped if len(dumped) > 1 else dumped[0], indent=1))
+    elif len(forecasts) > 1:
+        print(comparison(forecasts, policies))
     else:
-        layout: Layout = job["layout"]
-        how = (
-            f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel "
-            f"{layout.data_parallel}"
-        )
-        print(f"one of {layout.ranks} ranks ({how}), {layout.ranks_per_node} a node\n")
-        print(comparison(forecasts, chosen) if len(forecasts) > 1 else table(forecasts[0]))
-    return int(not all(each.fits for each in forecasts))
+        print(table(forecasts[0]))
+    return int(not all(forecast.fits for forecast in forecasts))
 
 
-def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """The arguments of `forecast`, without the policy."""
-    models: dict[str, Any] = _models(arguments)
-    if arguments.kv_cache or arguments.rollout_weights:
-        models["rollout"] = _engine(arguments, models)
-    elif arguments.discard_weights or arguments.rollout_tensor_parallel != 1:
-        option = "--discard-weights" if arguments.discard_weights else "--rollout-tensor-parallel"
-        raise ValueError(
-            f"{option} describes a rollout engine, and the job has none; give --kv-cache or "
-            "--rollout-weights, too"
-        )
-    return {
-        "handles": models,
-        "layout": Layout(
-            **{
-                name: getattr(arguments, name)
-                for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")
-            }
-        ),
-        "cycle": arguments.cycle,
-        "budget_bytes": arguments.budget or settings.budget_bytes,
-        "link": float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link,
-        "work_seconds": _numbers(arguments.work, "--work", "seconds", float),
-        "steps": _numbers(arguments.steps, "--steps", "steps", int),
-        "worker_role": arguments.worker_role or settings.worker_role,
-        "phases": settings.phases,
-        "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
-    }
+def _forecast(policy: str, arguments: argparse.Namespace, settings: Settings) -> Forecast:
+    register, remarks = _worker(arguments)
+    forecast = forecasting.forecast(
+        register,
+        policy=policy,
+        cycle=arguments.cycle,
+        budget_bytes=arguments.budget or settings.budget_bytes,
+        link=_link(arguments.link),
+        work_seconds=_seconds_of(arguments.work),
+        shards=arguments.shards,
+        ranks_per_node=arguments.ranks_per_node,
+        worker_role=arguments.worker_role or settings.worker_role,
+        phases=settings.phases,
+        host_limit_bytes=arguments.host_limit or settings.host_limit_bytes,
+    )
+    return forecast.model_copy(update={"notes": (*forecast.notes, *remarks)})
 
 
-def _models(arguments: argparse.Namespace) -> dict[str, Any]:
+def _worker(arguments: argparse.Namespace) -> tuple[Callable[[forecasting.Run], None], list[str]]:
+    """The function that registers what the arguments describe, and remarks on the
+    configuration."""
+    from placement.forecasting.config import OPTIMIZERS, module_of, remarks
+    from placement.tensors.plain import dtype_of
+
     roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
-    others = dict(_pair(text, "--model-of", "ROLE=CONFIG") for text in arguments.model_of)
-    replicated = _words(arguments.replicated)
-    for option, names in (("--roles", roles), ("--model-of", others), ("--replicated", replicated)):
-        if unknown := [name for name in names if name not in ROLES or (name not in roles)]:
-            raise ValueError(
-                f"{option}: {', '.join(unknown)} is not among the job's roles; choose from "
-                f"{', '.join(ROLES)} and name them in --roles"
-            )
-    if trained := [role for role in replicated if role in _TRAINED or role == "rollout"]:
+    if unknown := [role for role in roles if role not in ROLES]:
         raise ValueError(
-            f"--replicated: {', '.join(trained)} is written to; forecasts know readonly ones "
-            "alone; leave it out"
+            f"--roles: {', '.join(unknown)} is not among the job's roles; choose from "
+            f"{', '.join(ROLES)}"
         )
-    models: dict[str, Any] = {}
-    for role in roles:
-        is_trained = role in _TRAINED
-        models[role] = forecasting.Model(
-            others.get(role, arguments.model),
-            role=role,
-            dtype=arguments.dtype if is_trained else None,
-            optimizer=arguments.optimizer if is_trained else None,
-            gradients=arguments.gradients if is_trained else "cleared",
-            readonly=not is_trained and role != "rollout",
-            replicated=role in replicated,
+    if arguments.optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"--optimizer: no {arguments.optimizer!r}{nearest(arguments.optimizer, OPTIMIZERS)} "
+            f"known: {', '.join(OPTIMIZERS)}"
         )
-    return models
+    engine = _engine(arguments, roles)
+    dtype = dtype_of(arguments.dtype)
+
+    def register(run: forecasting.Run) -> None:
+        for role in roles:
+            is_trained = role in _TRAINED
+            model = module_of(
+                arguments.model,
+                dtype if is_trained else None,
+                "value" if role in ("critic", "reward") else "lm",
+            )
+            run.register(role, model, role=role, readonly=not is_trained and role != "rollout")
+            if is_trained:
+                optimizer = OPTIMIZERS[arguments.optimizer](model.parameters())
+                run.register(f"{role}.optimizer", optimizer)
+        if engine is not None:
+            run.register("rollout", engine, role="rollout")
+
+    has_own_dtype = dtype is None or any(role not in _TRAINED for role in roles)
+    return register, remarks(arguments.model, None if has_own_dtype else dtype)
 
 
-def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
-    from placement.forecasting.job import weights_bytes
+def _engine(arguments: argparse.Namespace, roles: Sequence[str]) -> forecasting.Rollout | None:
+    from placement.forecasting.config import module_of
+    from placement.forecasting.stand_ins import parts_of
+    from placement.tensors.plain import dtype_of
 
-    if "rollout" in models:
+    if not arguments.kv_cache and not arguments.rollout_weights:
+        if arguments.discard_weights:
+            raise ValueError(
+                "--discard-weights describes a rollout engine, and the job has none; give "
+                "--kv-cache or --rollout-weights, too"
+            )
+        return None
+    if "rollout" in roles:
         raise ValueError(
             "--kv-cache and --rollout-weights describe the rollout engine: leave the role rollout "
             "out of --roles"
         )
-    if arguments.rollout_tensor_parallel < 1:
-        raise ValueError(
-            f"--rollout-tensor-parallel must be 1 or more, not {arguments.rollout_tensor_parallel}"
-        )
-    whole = parse_bytes(arguments.rollout_weights) if arguments.rollout_weights else None
-    if whole is None:
-        whole = -(-weights_bytes(arguments.model, "bfloat16") // arguments.rollout_tensor_parallel)
+    weights_bytes = arguments.rollout_weights
+    if not weights_bytes:
+        parts = parts_of(module_of(arguments.model, dtype_of("bfloat16")))
+        weights_bytes = sum(part.nbytes for part in parts)
     return forecasting.Rollout(
-        whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights
+        weights_bytes, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights
     )
 
 
-def _numbers(text: str, option: str, what: str, kind: Callable[[str], float]) -> dict[str, Any]:
-    found = {}
-    for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
+def _link(text: str | None) -> float | str | None:
+    """The rate that a text is; else the text, a file's path."""
+    try:
+        return None if text is None else float(parse_bytes(text))
+    except ValueError:
+        return text
+
+
+def _seconds_of(text: str) -> dict[str, float]:
+    seconds = {}
+    for word in _words(text):
+        phase, _, number = word.partition("=")
         try:
-            found[phase] = kind(number)
+            seconds[phase.strip()] = float(number)
         except ValueError:
-            raise ValueError(
-                f"{option}: {number!r} of phase {phase!r} is no number of {what}"
-            ) from None
-    return found
-
-
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise ValueError(f"{option}: {text!r} is not of the form {form}")
-    return name.strip(), value.strip()
+            raise ValueError(f"--work: {word!r} is not of the form PHASE=SECONDS") from None
+    return seconds
 
 
 def _words(text: str) -> Sequence[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 # --- a forecast as text
@@ -554,8 +449,8 @@ def explain(
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
 ) -> tuple[int, str]:
-    """A policy's table of phases and handles for the `sample`. The status with it is 1 where a
-    phase has no plan or does not fit, else 0.
+    """A policy's table of phases and handles for the worker of `register_sample`. The status with
+    it is 1 where a phase has no plan or does not fit, else 0.
 
     The rows follow one another as in a step that is repeated, and are those of the steady state: a
     policy may keep handles that are on the device already, and learn what comes next.
@@ -563,7 +458,7 @@ def explain(
     own = phases or {}
     cycle = [*_SAMPLE_CYCLE, *(name for name in own if name not in PHASES)]
     found = forecasting.forecast(
-        sample(),
+        register_sample,
         policy=policy,
         cycle=cycle,
         budget_bytes=budget_bytes,
@@ -607,20 +502,24 @@ def explain(
     return int(bool(refused)), "\n".join(lines)
 
 
-def sample() -> dict[str, forecasting.Model | forecasting.Rollout]:
+def register_sample(run: forecasting.Run) -> None:
     """One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a
     rollout engine on the same GPU."""
     import torch
 
-    with torch.device("meta"):
-        # 7.6 billion parameters / 8
-        model = torch.nn.ParameterList(
-            torch.empty(19 << 19, dtype=torch.bfloat16) for _ in range(97)
-        )
-    trained = forecasting.Model(model, optimizer="adamw-master")
-    frozen = forecasting.Model(model, readonly=True)
+    from placement.forecasting.config import OPTIMIZERS
+
+    for role in ("actor", "ref", "critic", "reward"):
+        with torch.device("meta"):
+            # 7.6 billion parameters / 8
+            model = torch.nn.ParameterList(
+                torch.empty(19 << 19, dtype=torch.bfloat16) for _ in range(97)
+            )
+        run.register(role, model, role=role, readonly=role not in _TRAINED)
+        if role in _TRAINED:
+            run.register(f"{role}.optimizer", OPTIMIZERS["adamw-master"](model.parameters()))
     engine = forecasting.Rollout(weights_bytes="14GiB", kv_cache_bytes="50GiB")
-    return {"actor": trained, "ref": frozen, "critic": trained, "reward": frozen, "rollout": engine}
+    run.register("rollout", engine, role="rollout")
 
 
 def _states_row(phase: PhaseForecast, sizes: Mapping[str, int]) -> tuple[str, ...]:

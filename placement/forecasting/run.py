@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+
 from placement.core.errors import DeviceMemoryError, HostMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
 from placement.devices.base import round_up
@@ -15,7 +17,6 @@ from placement.devices.host.disk_file import DiskFile, GoesOn, always
 from placement.devices.host.slab import PAGE, Slab
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import (
-    Object,
     SizedEngine,
     SizedModule,
     SizedOptimizer,
@@ -23,12 +24,12 @@ from placement.forecasting.device import (
     SizesDevice,
     sized,
 )
+from placement.forecasting.stand_ins import Rollout, module_without_bytes, optimizer_without_bytes
 from placement.manager import Manager
-from placement.planning.host_tier import DiskTier, HostShare
+from placement.planning.host_tier import DiskTier
 from placement.planning.planner import ask_policy, check_fits, handle_view
 from placement.registration.handle import Handle
 from placement.storage.disk import Keeper, Place, Spill
-from placement.storage.managed import ManagedStorage
 
 _NESTED = {"optimizer_step": "train"}  # phases that workers open inside another one
 _MOST_CYCLES = 8  # a policy that has not settled after so many steps is shown as it is then
@@ -74,32 +75,32 @@ class Asked:
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """One worker that only has sizes, under a real manager.
+    """One worker that only has sizes, under a real manager. `register` is the manager's own.
 
-    The objects are in registration order; `names` are those of all phases that come. `work_seconds`
-    and `steps` (of optimizers) are by phase. Beyond `host_limit_bytes` host copies are on disk. The
-    settings are the manager's `worker_role` and `phases`.
+    `shards`: the ranks that share each parameter. `work_seconds` are by phase. Beyond
+    `host_limit_bytes` host copies are on disk. The settings are the manager's `worker_role` and
+    `phases`.
     """
 
     def __init__(
         self,
         policy: Policy,
         device: SizesDevice,
-        objects: Iterable[Object],
-        names: Iterable[str],
         *,
+        shards: int = 1,
         budget_bytes: int | None,
         work_seconds: Mapping[str, float] | None = None,
-        steps: Mapping[str, int] | None = None,
         host_limit_bytes: int | None = None,
         **settings: Any,
     ) -> None:
         self._asked = Asked(policy)
         self._budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
-        outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
-        self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
-        self._device = device
-        self._objects: dict[str, Object] = {}
+        self._work_seconds = dict(work_seconds or {})
+        self._device, self._shards = device, shards
+        self._objects: dict[str, SizedModule | SizedOptimizer | SizedEngine] = {}
+        # the parameter without bytes for each parameter of a registered module
+        self._stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._outer: set[str] = set()  # the phases whose optimizer step is in one inside them
         self._manager = Manager(
             device=device,
             policy=self._asked,
@@ -107,21 +108,45 @@ class Run(contextlib.AbstractContextManager["Run"]):
             **settings,
         )
         self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes
-        self._tier = CountedTier(self._manager, self._host_limit_bytes, self._shared_part)
-        try:
-            for each in objects:
-                self._objects[each.name] = each
-                self._manager.register(
-                    each.name, each.target, role=each.role, readonly=each.readonly
-                )
-                if isinstance(each.target, SizedModule) and each.sharers is not None:
-                    for tensor in each.target.tensors:
-                        device.share(tensor, each.sharers)
-        except BaseException:
-            self.__exit__()
-            raise
-        self._asked.is_registering = False
-        self._counters = self._count()
+        self._tier = CountedTier(self._manager, self._host_limit_bytes)
+
+    def register(
+        self,
+        name: str,
+        target: torch.nn.Module | torch.optim.Optimizer | Rollout,
+        *,
+        role: str | None = None,
+        readonly: bool = False,
+    ) -> Handle:
+        """Register an object as `Manager.register` does. A stand-in without bytes takes its place.
+
+        Args:
+            target: a module, best on the meta device; a torch optimizer over parameters of modules
+                that are registered already; or a `Rollout`.
+
+        Raises:
+            ValueError: the module has no tensors or cannot be sharded, or the optimizer's state is
+                not known without values.
+            TypeError: the target is something else.
+            RegistrationError: as `Manager.register`.
+        """
+        stand_in: SizedModule | SizedOptimizer | SizedEngine
+        if isinstance(target, torch.nn.Module):
+            stand_in, parameters = module_without_bytes(name, target, self._shards)
+            # a module that is registered twice: an optimizer steps the one before it
+            self._stand_ins |= parameters
+        elif isinstance(target, torch.optim.Optimizer):
+            stand_in = optimizer_without_bytes(name, target, self._stand_ins)
+        elif isinstance(target, Rollout):
+            stand_in = SizedEngine(self._device, target.tags, keeps_weights=target.keeps_weights)
+        else:
+            raise TypeError(
+                f"{name!r} is an object of {type(target).__name__}; a forecast knows modules, "
+                "torch optimizers and Rollout(...)"
+            )
+        handle = self._manager.register(name, stand_in, role=role, readonly=readonly)
+        self._objects[name] = stand_in
+        return handle
 
     def __exit__(self, *_: object) -> None:
         """End the run. Nothing may be handed back, because there are no values."""
@@ -130,7 +155,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 self._try_to_enter(Phase(IDLE))
         finally:
             for each in self._objects.values():
-                each.empty()
+                if not isinstance(each, SizedEngine):
+                    each.empty()
             self._manager.close()
 
     # --- the forecast
@@ -140,6 +166,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ) -> Forecast:
         """The forecast of a step that is repeated: its first run and, once two runs are alike, the
         steady one. Raises PhaseError: a phase's `only` names a handle that there is not."""
+        if not self._objects:
+            raise ValueError("there is no handle to forecast; register at least one model")
+        self._asked.is_registering = False
+        self._counters = self._count()
+        self._outer = {_NESTED[phase.name] for phase in cycle if phase.name in _NESTED}
         cycles: list[tuple[PhaseForecast, ...]] = []
         while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
             cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
@@ -158,9 +189,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             ]
         stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
         handles = self._handles(ranks_per_node)
-        shared_bytes = sum(
-            each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles
-        )
         host_bytes, disk_bytes = (
             max(getattr(each, name) for each in (*first, *phases))
             for name in ("host_bytes", "disk_bytes")
@@ -178,7 +206,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             handles=handles,
             peak_bytes=self._manager.snapshot().peak_bytes,
             host_bytes=host_bytes,
-            node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
+            node_host_bytes=host_bytes * ranks_per_node,
             node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
             disk_bytes=disk_bytes,
             node_disk_bytes=disk_bytes * ranks_per_node,
@@ -204,14 +232,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             }
             handle = self._manager.handles[name]
             host_bytes = self._tier.share_of(handle).total_bytes
-            node_bytes = (
-                host_bytes * ranks_per_node
-                if self._objects[name].sharers is None
-                else handle.host_bytes
-            )
             facts |= {
                 "host_bytes": host_bytes,
-                "node_host_bytes": node_bytes,
+                "node_host_bytes": host_bytes * ranks_per_node,
                 "mirror_bytes": handle.storage.mirror_bytes,
             }
             found.append(HandleForecast(**facts))
@@ -221,9 +244,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """Notes on engines that keep their weights on the host only for weight syncs to fill them
         anew."""
         engines = {
-            name: each.target
-            for name, each in self._objects.items()
-            if isinstance(each.target, SizedEngine)
+            name: each for name, each in self._objects.items() if isinstance(each, SizedEngine)
         }
         return [
             f"{name} keeps {engine.residency.mirror_bytes:,} bytes of weights a GPU on the host, "
@@ -238,10 +259,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _go(self, phase: Phase) -> PhaseForecast:
         """End the open phase, begin another one, and do its work; "idle" leaves all."""
         for each in self._objects.values():
-            if isinstance(each.target, SizedEngine):
+            if isinstance(each, SizedEngine):
                 # a weight sync fills what it discards, whatever phase does that in this cycle
-                each.target.residency.stale = None
-                each.target.phase = phase.name
+                each.residency.stale = None
+                each.phase = phase.name
         self._tier.begin()
         began = self._device.seconds
         problem = self._try_to_enter(phase)
@@ -262,7 +283,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             managed = Moved.total(
                 each
                 for name, each in moved.items()
-                if not isinstance(self._objects[name].target, SizedEngine)
+                if not isinstance(self._objects[name], SizedEngine)
             )
             stall += link.seconds_beside(*managed[:3])
         held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
@@ -315,17 +336,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         training = [
             self._objects[name] for name, view in views.items() if view.state is State.TRAINING
         ]
-        count = self._steps.get(phase, 1) if training else 0
-        waited = 0.0
-        for _ in range(count):
-            self._device.work(seconds / count)
-            began = self._device.seconds
+        self._device.work(seconds)
+        began = self._device.seconds
+        if training and phase not in self._outer:
             self._step(training)
-            waited += self._device.seconds - began
-        if not count:
-            self._device.work(seconds)
+        waited = self._device.seconds - began
         for name, view in views.items() if phase == "weight_sync" else ():
-            target = self._objects[name].target
+            target = self._objects[name]
             if (
                 view.role == "rollout"
                 and isinstance(target, SizedModule)
@@ -333,29 +350,26 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 and view.resident_bytes
             ):
                 self._device.change(*target.parameters())
-        return waited, sum(
-            each.nbytes
-            for made in training
-            if isinstance(made.target, SizedModule)
-            for each in made.target.trained
-        )
+        modules = [each for each in training if isinstance(each, SizedModule)]
+        return waited, sum(each.nbytes for module in modules for each in module.trained)
 
-    def _step(self, training: Sequence[Object]) -> None:
-        """One training step: gradients come, optimizers step, and values change."""
-        modules = [
-            (each, each.target.trained) for each in training if isinstance(each.target, SizedModule)
+    def _step(self, training: Sequence[SizedModule | SizedOptimizer | SizedEngine]) -> None:
+        """One training step: gradients come, optimizers step, values change, gradients go."""
+        parameters = [
+            parameter
+            for module in training
+            if isinstance(module, SizedModule)
+            for parameter in module.trained
         ]
-        for _, trained in modules:
-            for parameter in trained:
-                parameter.grad = sized(parameter.shape, parameter.dtype)
-        for each in training:
-            if isinstance(each.target, SizedOptimizer):
-                each.target.step()
-                self._device.change(*each.target.tensors)
-        for each, trained in modules:
-            self._device.change(*trained)
-            for parameter in [] if each.keeps_gradients else trained:
-                parameter.grad = None
+        for parameter in parameters:
+            parameter.grad = sized(parameter.shape, parameter.dtype)
+        for optimizer in training:
+            if isinstance(optimizer, SizedOptimizer):
+                optimizer.step()
+                self._device.change(*optimizer.tensors)
+        self._device.change(*parameters)
+        for parameter in parameters:
+            parameter.grad = None
 
     # --- counting
 
@@ -377,20 +391,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         }
 
     def _moved(self) -> dict[str, Moved]:
-        """The bytes that each handle has moved since the last call over this rank's link."""
+        """The bytes that each handle has moved since the last call."""
         before, self._counters = self._counters, self._count()
         return {
-            name: Moved(
-                *(
-                    self._objects[name].own(now - then)
-                    for now, then in zip(after, before[name], strict=True)
-                )
-            )
+            name: Moved(*(now - then for now, then in zip(after, before[name], strict=True)))
             for name, after in self._counters.items()
         }
-
-    def _shared_part(self, name: str, nbytes: int) -> int | None:
-        return None if self._objects[name].sharers is None else self._objects[name].own(nbytes)
 
 
 # --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes
@@ -461,15 +467,12 @@ class _Keeper(Keeper):
 
 class CountedTier(DiskTier):
     """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses
-    no registration. `part_of`: returns this rank's part of a host copy's bytes, by the handle's
-    name; None where no other rank shares the host copy."""
+    no registration."""
 
     keeper_type, spill_type = _Keeper, _Spill
     _keeper: _Keeper
 
-    def __init__(
-        self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]
-    ) -> None:
+    def __init__(self, manager: Manager, limit_bytes: int) -> None:
         stack = manager._stack
         super().__init__(
             manager.device,
@@ -480,7 +483,6 @@ class CountedTier(DiskTier):
             gives_back=False,
         )
         stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
-        self._part_of = part_of
         self._keeper.look = self.most_bytes
         # why a manager refuses registrations, by the handles' names
         self.refused: dict[str, str] = {}
@@ -504,18 +506,7 @@ class CountedTier(DiskTier):
 
     def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
         """Make room as a manager does. Where that refuses the registration, note it and go on."""
-        nbytes = needed()
-        part = self._part_of(handle.name, nbytes)
         try:
-            super().admit(handle, lambda: nbytes if part is None else part)
+            super().admit(handle, needed)
         except HostMemoryError as error:
             self.refused.setdefault(handle.name, str(error).partition("\n")[0])
-
-    def share_of(self, handle: Handle) -> HostShare:
-        found = super().share_of(handle)
-        part = self._part_of(handle.name, found.total_bytes)
-        return found if part is None else HostShare(part, part, part)
-
-    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
-        part = self._part_of(handle.name, holding.host_bytes)
-        return super()._spills_of(handle, holding) if part is None else ([], part)

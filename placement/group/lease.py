@@ -292,7 +292,7 @@ def lease_for(device: Device, settings: Settings, group: Group | None) -> Lease:
     return Lease(
         device.uuid,
         settings.lease_capacity_bytes or memory.total_bytes - memory.poison_bytes,
-        name=f"{settings.worker_role} {Identity.from_launcher(run=settings.run).instance}",
+        name=f"{settings.worker_role} {Identity.from_launcher().instance}",
         folder=settings.leases,
         priority=settings.lease_priority,
         deadline_seconds=min(

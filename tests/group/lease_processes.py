@@ -15,6 +15,7 @@ from torch import nn
 from placement import Manager
 from placement.core.snapshot import LeaseSnapshot
 from placement.group import Lease
+from placement.planning import planner
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096
@@ -93,11 +94,11 @@ class GpuSharer:
         device = SimulatedDevice(
             CAPACITY, chunk_bytes=8 * CHUNK, shared_with=Path(folder) / "capacity"
         )
+        planner.HEADROOM = 0.0
         self.manager = Manager(
             device=device,
             leases=f"{folder}/leases",
             worker_role="trainer",
-            headroom=0.0,
             phases={"away": ()},
             **settings,
         )

@@ -20,6 +20,7 @@ from placement.devices.memory import DeviceMemory
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.observe.collector import make_registry
+from placement.planning import planner
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES
@@ -221,9 +222,12 @@ def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("gives_way", [False, True])
-def test_a_move_that_fails_gives_back_what_it_had_leased(tmp_path: Path, gives_way: bool) -> None:
+def test_a_move_that_fails_gives_back_what_it_had_leased(
+    tmp_path: Path, gives_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "HEADROOM", 0.0)
     device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity"))
-    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.0)
+    manager = Manager(device=device, leases=str(tmp_path / "leases"))
     model = nn.Linear(256, 128)
     before = model.weight.detach().clone()
     manager.register("actor", model, role="actor")
@@ -305,11 +309,12 @@ class Caching(SimulatedDevice):
 
 
 def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_them(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planner, "HEADROOM", 0.25)
     device = Caching(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
     device.cached_bytes = 5 * CHUNK
-    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25)
+    manager = Manager(device=device, leases=str(tmp_path / "leases"))
     model = nn.Linear(256, 128)
 
     assert lease_of(manager).held_bytes == 5 * CHUNK  # what torch had before the manager
@@ -342,12 +347,11 @@ def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_t
 
 
 def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_afterwards(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planner, "HEADROOM", 0.25)
     device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
-    manager = Manager(
-        device=device, leases=str(tmp_path / "leases"), headroom=0.25, phases={"again": ("actor",)}
-    )
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), phases={"again": ("actor",)})
     model, lease = nn.Linear(256, 128), other(tmp_path)
     manager.register("actor", model, role="actor")
     with manager.phase("log_prob"):
@@ -362,14 +366,15 @@ def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_af
     manager.close()
 
 
-def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
+def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "HEADROOM", 0.0)
     shared = tmp_path / "capacity"
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
     engine, model = Own(shared, weights="discard", tag_bytes=sizes), nn.Linear(8, 8)
     device = SimulatedDevice(ENGINES_CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
-    manager = Manager(
-        device=device, leases=str(tmp_path / "leases"), headroom=0.0, lease_deadline_seconds=20.0
-    )
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), lease_deadline_seconds=20.0)
     actor = manager.register("actor", model, role="actor")
     manager.register("rollout", engine, role="rollout")
     other = Lease(f"simulated{shared}", ENGINES_CAPACITY, folder=tmp_path / "leases")
