@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from placement import forecasting
@@ -60,7 +59,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     known = "adamw, adamw-fp32, adamw-master, sgd or sgd-momentum (default adamw)"
     add("--optimizer", default="adamw", help=known)
     add("--shards", type=int, default=1, metavar="N", help="ranks that share each parameter")
-    add("--ranks-per-node", type=int, metavar="N", help="(default: the shards, at most 8)")
     add("--kv-cache", metavar="BYTES", help="of a rollout engine that places its own memory")
     weights = "the engine's on a GPU (default: the actor's in bfloat16)"
     add("--rollout-weights", metavar="BYTES", help=weights)
@@ -72,8 +70,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--work", default="", metavar="PHASE=SECONDS,...", help=work)
     add("--policy", help=f"{_POLICY_HELP}; several, with commas: side by side")
     add("--budget", metavar="BYTES", help=_BUDGET_HELP)
-    limit = "host memory of a rank (host_limit_bytes); what is beyond it waits on a disk"
-    add("--host-limit", metavar="BYTES", help=limit)
     link = "what `placement doctor --json` wrote, or bytes a second each way, such as 50GB"
     add("--link", metavar="FILE", help=link)
     _add_settings(parser)
@@ -116,27 +112,22 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _forecast(policy: str, arguments: argparse.Namespace, settings: Settings) -> Forecast:
-    register, remarks = _worker(arguments)
-    forecast = forecasting.forecast(
-        register,
+    return forecasting.forecast(
+        _register_function(arguments),
         policy=policy,
         cycle=arguments.cycle,
         budget_bytes=arguments.budget or settings.budget_bytes,
         link=_link(arguments.link),
         work_seconds=_seconds_of(arguments.work),
         shards=arguments.shards,
-        ranks_per_node=arguments.ranks_per_node,
         worker_role=arguments.worker_role or settings.worker_role,
         phases=settings.phases,
-        host_limit_bytes=arguments.host_limit or settings.host_limit_bytes,
     )
-    return forecast.model_copy(update={"notes": (*forecast.notes, *remarks)})
 
 
-def _worker(arguments: argparse.Namespace) -> tuple[Callable[[forecasting.Run], None], list[str]]:
-    """The function that registers what the arguments describe, and remarks on the
-    configuration."""
-    from placement.forecasting.config import OPTIMIZERS, module_of, remarks
+def _register_function(arguments: argparse.Namespace) -> Callable[[forecasting.Run], None]:
+    """The function that registers what the arguments describe."""
+    from placement.forecasting.config import OPTIMIZERS, module_of
     from placement.tensors.plain import dtype_of
 
     roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
@@ -168,8 +159,7 @@ def _worker(arguments: argparse.Namespace) -> tuple[Callable[[forecasting.Run], 
         if engine is not None:
             run.register("rollout", engine, role="rollout")
 
-    has_own_dtype = dtype is None or any(role not in _TRAINED for role in roles)
-    return register, remarks(arguments.model, None if has_own_dtype else dtype)
+    return register
 
 
 def _engine(arguments: argparse.Namespace, roles: Sequence[str]) -> forecasting.Rollout | None:
@@ -226,183 +216,117 @@ def _words(text: str) -> Sequence[str]:
 
 def table(forecast: Forecast) -> str:
     """One forecast: its phases, its handles, and the sums."""
-    sizes = attrgetter("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
     rows = [
         (
-            _name(each),
-            *map(readable, sizes(each)),
-            _seconds(each.stall_seconds),
-            _seconds(each.work_seconds),
+            _name(phase),
+            readable(phase.device_bytes),
+            readable(phase.loaded_bytes),
+            readable(phase.offloaded_bytes),
+            readable(phase.skipped_bytes),
+            _seconds(phase.stall_seconds),
+            _seconds(phase.work_seconds),
         )
-        for each in forecast.phases
+        for phase in forecast.phases
     ]
-    head, *lines = plain_table(
-        ("phase", "device", "load", "offload", "clean", "stall s", "work s"), rows
-    ).splitlines()
-    shown = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
-    for each, line in zip(forecast.phases, lines, strict=True):
-        shown += [line, *(f"  {text}" for text in _troubles(each))]
+    columns = ("phase", "device", "load", "offload", "clean", "stall s", "work s")
+    head, *body = plain_table(columns, rows).splitlines()
+    lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
+    for phase, line in zip(forecast.phases, body, strict=True):
+        lines += [line, *(f"  {remark}" for remark in _remarks(phase))]
     handles = [
-        (each.name, *map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes)))
-        for each in forecast.handles
+        (handle.name, readable(handle.num_bytes), readable(handle.host_bytes))
+        for handle in forecast.handles
     ]
-    shown += [
-        *_troubles_at_first(forecast),
-        "",
-        plain_table(("handle", "device", "host, rank", "host, node"), handles),
-    ]
-    return "\n".join([*shown, "", *_sums(forecast)])
+    lines += _troubles_at_first(forecast)
+    lines += ["", plain_table(("handle", "device", "host"), handles), "", *_sums(forecast)]
+    return "\n".join(lines)
 
 
 def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
     `heads`: of the columns, such as policies with their options."""
-    sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
-    sums |= {
-        "host, this rank": "host_bytes",
-        "host, node": "node_host_bytes",
-        "disk, this rank": "disk_bytes",
-    }
-    columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]
-    for head, each in zip(heads, forecasts, strict=True):
-        device = [
-            readable(phase.device_bytes) if phase.fits else "refused" for phase in each.phases
+    first_column = [*map(_name, forecasts[0].phases), "peak", "loaded", "offloaded", "host"]
+    columns = [["", *first_column, "stall", "fits"]]
+    for head, forecast in zip(heads, forecasts, strict=True):
+        sizes = [
+            readable(phase.device_bytes) if phase.fits else "refused" for phase in forecast.phases
         ]
-        stalls = [_seconds(phase.stall_seconds) for phase in each.phases]
-        fits = (
-            "yes"
-            if each.fits
-            else (f"no, {readable(each.over_bytes)} over")
-            if each.over_bytes
-            else "no"
-        )
-        columns.append(
-            [head, *device, *(readable(getattr(each, key)) for key in sums.values()), "", fits]
-        )
-        columns.append(["stall s", *stalls, *[""] * len(sums), _seconds(each.stall_seconds), ""])
+        sizes += map(readable, (forecast.peak_bytes, forecast.loaded_bytes))
+        sizes += map(readable, (forecast.offloaded_bytes, forecast.host_bytes))
+        fits = "yes"
+        if not forecast.fits:
+            over = forecast.over_bytes
+            fits = f"no, {readable(over)} over" if over else "no"
+        columns.append([head, *sizes, "", fits])
+        stalls = [_seconds(phase.stall_seconds) for phase in forecast.phases]
+        columns.append(["stall s", *stalls, *[""] * 4, _seconds(forecast.stall_seconds), ""])
     names, *rows = zip(*columns, strict=True)
     lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
-    lines += [
-        f"note: {note}"
-        for note in dict.fromkeys(
-            note for each in forecasts for note in (*each.refused_registrations, *each.notes)
-        )
-    ]
-    return "\n".join(lines)
+    notes = dict.fromkeys(note for forecast in forecasts for note in forecast.notes)
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 def _name(phase: PhaseForecast) -> str:
     return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
 
 
-def _troubles(phase: PhaseForecast) -> list[str]:
+def _trouble(phase: PhaseForecast) -> str:
+    """Why a phase has no plan or does not fit; empty where it does."""
     if phase.problem:
-        return [f"no plan: {phase.problem}"]
-    if phase.over_bytes:
-        return [
-            (
-                f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} "
-                f"({phase.over_bytes:,} bytes) too many"
-            )
-        ]
-    said = (
-        [(f"{readable(phase.prefetched_bytes)} of what it loads came early")]
-        if phase.prefetched_bytes
-        else []
+        return f"no plan: {phase.problem}"
+    if not phase.over_bytes:
+        return ""
+    return (
+        f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} "
+        f"({phase.over_bytes:,} bytes) too many"
     )
+
+
+def _remarks(phase: PhaseForecast) -> list[str]:
+    if trouble := _trouble(phase):
+        return [trouble]
+    remarks = []
+    if phase.prefetched_bytes:
+        remarks.append(f"{readable(phase.prefetched_bytes)} of what it loads came early")
     if phase.streamed_bytes:
-        said.append(
+        remarks.append(
             f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by "
             "optimizers"
         )
-    if phase.disk_written_bytes or phase.disk_read_bytes:
-        waited = (
-            (f", {readable(phase.disk_waited_bytes)} of it waited for")
-            if phase.disk_waited_bytes
-            else ""
-        )
-        said.append(
-            f"disk: {readable(phase.disk_written_bytes)} written, "
-            f"{readable(phase.disk_read_bytes)} read{waited}"
-        )
-    return said + (
-        [(f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside")]
-        if phase.gradient_bytes
-        else []
-    )
+    if phase.gradient_bytes:
+        remarks.append(f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside")
+    return remarks
 
 
 def _troubles_at_first(forecast: Forecast) -> list[str]:
     """Lines about phases that fail in the first step alone, or at registration."""
-    if forecast.fits or any(not each.fits for each in forecast.phases):
+    if forecast.fits or any(not phase.fits for phase in forecast.phases):
         return []
-    if forecast.refused_registrations:
-        return ["", "registration is refused:", *forecast.refused_registrations]
     troubles = [
-        f"{_name(each)}: {text}"
-        for each in forecast.first_phases
-        if not each.fits
-        for text in _troubles(each)
+        f"{_name(phase)}: {_trouble(phase)}" for phase in forecast.first_phases if not phase.fits
     ]
-    return [
-        "",
-        ("in the first step, or at registration:"),
-        *(troubles or [(f"{readable(forecast.over_bytes)} too many")]),
-    ]
+    if not troubles:
+        troubles = [f"{readable(forecast.over_bytes)} too many"]
+    return ["", "in the first step, or at registration:", *troubles]
 
 
 def _sums(forecast: Forecast) -> list[str]:
-    lines = [
-        (f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)")
-    ]
-    on_disk = (
-        (f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node")
-        if forecast.disk_bytes
-        else "none"
-    )
-    host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
-    lines.append(f"host memory           {host}; on disk: {on_disk}")
-    lines.append(f"of a node             {_node(forecast)}")
-    per = "a step" if forecast.first_phases else "in all"
-    lines.append(
-        f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, "
-        f"{readable(forecast.offloaded_bytes)} offloaded"
-    )
-    stall = forecast.stall_seconds
-    lines.append(
-        f"stall {per:<15} {_seconds(stall, ' s')}"
-        + ((" (no link given: see placement doctor --json)") if stall is None else "")
-    )
+    loaded, offloaded = readable(forecast.loaded_bytes), readable(forecast.offloaded_bytes)
+    stall = _seconds(forecast.stall_seconds, " s")
+    if forecast.stall_seconds is None:
+        stall += " (no link given: see placement doctor --json)"
     verdict = "everything fits" if forecast.budget_bytes is not None else "no budget given"
     if not forecast.fits:
-        verdict = (
-            (f"it does not fit: {readable(forecast.over_bytes)} too many")
-            if forecast.over_bytes
-            else "it does not fit"
-        )
-    return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
-
-
-def _node(forecast: Forecast) -> str:
-    """The host memory and the disk of a node, by kind, and what of it does not fit."""
-    copies, kind = forecast.node_host_bytes - forecast.node_mirror_bytes, "page-locked"
-    if forecast.pageable_reason is not None:
-        kind = f"pageable ({forecast.pageable_reason})"
-    said = (
-        f"{readable(copies)} {kind}, {readable(forecast.node_mirror_bytes)} engines' mirrors, "
-        f"{readable(forecast.node_disk_bytes)} on disk"
-    )
-    over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
-    return "; ".join(
-        [
-            said,
-            *(
-                (f"does not fit: {readable(nbytes)} too many for its {name}")
-                for name, nbytes in over.items()
-                if nbytes
-            ),
-        ]
-    )
+        over = forecast.over_bytes
+        verdict = f"it does not fit: {readable(over)} too many" if over else "it does not fit"
+    return [
+        f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)",
+        f"host memory           {readable(forecast.host_bytes)} a rank",
+        f"moved a step          {loaded} loaded, {offloaded} offloaded",
+        f"stall a step          {stall}",
+        *(f"note: {note}" for note in forecast.notes),
+        verdict,
+    ]
 
 
 def _seconds(seconds: float | None, unit: str = "") -> str:
@@ -466,7 +390,7 @@ def explain(
         phases=own,
     )
     refused = {
-        each.phase: (f"{each.phase}: {_troubles(each)[0]}")
+        each.phase: f"{each.phase}: {_trouble(each)}"
         for each in (*found.first_phases, *found.phases)
         if not each.fits
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,99 +49,54 @@ master; master: with fp32 main weights."""
 def module_of(
     source: str | os.PathLike[str], dtype: torch.dtype | None, head: Head = "lm"
 ) -> torch.nn.Module:
-    """The module of a `config.json` of transformers, or of a folder with one, on the meta device.
+    """The model of a `config.json` of transformers, or of a folder with one, on the meta device.
 
-    The dtype is that of the weights; None: as the configuration says. Raises ValueError: it is no
-    configuration that transformers knows; FileNotFoundError: there is no such file; ImportError:
-    transformers is not installed.
+    Args:
+        dtype: of the weights; None: as the configuration says.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: transformers is not installed.
+        ValueError: transformers cannot build the model without code of its checkpoint, or the
+            weights are quantized.
     """
-    path = _config_file(source)
-    content = _content(path)
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():  # transformers would look for it on a hub
+        raise FileNotFoundError(
+            f"there is no model configuration {path}; give a config.json or a folder with one "
+            "(names of a hub are not fetched)"
+        )
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(
             f"reading {path} needs transformers: pip install transformers, or build the model on "
             "the meta device and use placement.forecast"
         )
     transformers = importlib.import_module("transformers")
-    if content.get("auto_map") and content["model_type"] not in transformers.CONFIG_MAPPING:
-        raise ValueError(
-            f"{path} describes a model whose code comes with its checkpoint (auto_map), and that "
-            "code is not run; build the model on the meta device and use placement.forecast"
-        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         if head == "value":
             config.num_labels = 1
-        auto = _auto_class(transformers, config, head)
-        dtype = (
-            dtype
-            or getattr(config, "dtype", None)
-            or getattr(config, "torch_dtype", None)
-            or torch.float32
-        )
+        dtype = dtype or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
-            module: torch.nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: torch.nn.Module = _auto_class(transformers, config, head).from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     # wrong numbers fail anywhere in the model's code, with every kind of exception
     except Exception as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())
         raise ValueError(
-            f"transformers {transformers.__version__} cannot build a model from {path}: "
-            f"{_reason(error)}"
+            f"transformers {transformers.__version__} cannot build a model from {path} "
+            f"({type(error).__name__}: {reason}); build it on the meta device and use "
+            "placement.forecast"
         ) from error
-    return module
-
-
-def remarks(source: str | os.PathLike[str], dtype: torch.dtype | None) -> list[str]:
-    """Sentences on what a configuration says and the bytes of its model do not show."""
-    path = _config_file(source)
-    content, found = _content(path), []
-    if quantization := content.get("quantization_config"):
-        method = (
-            quantization.get("quant_method", "quantized")
-            if isinstance(quantization, Mapping)
-            else quantization
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{path} has a quantization_config, and the bytes of quantized weights are not known; "
+            "leave it out to count the weights as if they were not quantized"
         )
-        found.append(
-            f"{path} has a quantization_config ({method}); the weights are counted as if they were "
-            "not quantized"
-        )
-    if dtype is None and not (content.get("dtype") or content.get("torch_dtype")):
-        found.append(
-            f"{path} has no dtype; the weights of models that keep its dtype are counted in float32"
-        )
-    return found
-
-
-def _config_file(source: str | os.PathLike[str]) -> Path:
-    path = Path(source)
-    return path / "config.json" if path.is_dir() else path
-
-
-def _content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"there is no model configuration {path}; give a config.json or a folder with one "
-            "(names of a hub are not fetched)"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, Mapping) or not isinstance(content.get("model_type"), str):
-        raise ValueError(  # noqa: TRY004
-            f"{path} names no model_type, so it is no configuration of a transformers model"
-        )
-    return content
-
-
-def _reason(error: Exception) -> str:
-    """The first paragraph of an error in one line, with the error's class where that says
-    something."""
-    text = " ".join(str(error).split("\n\n")[0].split())
-    return (
-        text
-        if isinstance(error, (OSError, ValueError)) and text
-        else (f"{type(error).__name__}: {text}").rstrip(": ")
-    )
+    return model
 
 
 def _auto_class(transformers: Any, config: Any, head: Head) -> Any:
@@ -150,12 +104,5 @@ def _auto_class(transformers: Any, config: Any, head: Head) -> Any:
         auto = getattr(transformers, name, None)
         if auto is not None and type(config) in auto._model_mapping:
             return auto
-    what = (
-        "that generates text"
-        if head == "lm"
-        else ("with one number a token (a critic, a reward model)")
-    )
-    raise ValueError(
-        f"it has no class {what} for model_type {config.model_type!r}; build the model on the meta "
-        "device and use placement.forecast"
-    )
+    what = "that generates text" if head == "lm" else "with one number a token"
+    raise ValueError(f"it has no class {what} for model_type {config.model_type!r}")

@@ -11,7 +11,6 @@ import itertools
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch
 
 from placement.core.errors import HostMemoryError
 from placement.core.interrupts import BackgroundThread, is_background
-from placement.core.states import IDLE, WEIGHTS
+from placement.core.states import WEIGHTS
 from placement.devices.base import Device, check_slots, round_up
 from placement.devices.cuda.device import CHUNK_BYTES
-from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.slab import Slab
 from placement.devices.memory import (
     Addresses,
@@ -97,22 +95,12 @@ class SizedSlab(Slab):
 
     has_views = False
 
-    def __init__(self, nbytes: int, writes: Mapping[int, int]) -> None:
+    def __init__(self, nbytes: int) -> None:
         super().__init__(0)
-        self.address, self.nbytes, self._writes = _take(nbytes), nbytes, writes
-
-    @property
-    def writes(self) -> list[int]:
-        """How often the device has copied to each block, in the blocks of a file on disk."""
-        return [self._writes.get(block, 0) for block in _blocks(self.address, self.nbytes)]
+        self.address, self.nbytes = _take(nbytes), nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        self.before_use()
         return sized((nbytes,), address=self.address + offset)
-
-
-def _blocks(address: int, nbytes: int) -> range:
-    return range(address // BLOCK_BYTES, -(-(address + nbytes) // BLOCK_BYTES))
 
 
 class _Mark(Mark):
@@ -189,8 +177,6 @@ class SizesDevice(Device):
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
         # how often the bytes of a slot were changed, by the slot's number
         self._writes: dict[int, int] = {}
-        # how often the bytes of a block of host memory were copied to, by the block's number
-        self._host_writes: Counter[int] = Counter()
         self._moved = threading.Condition()
         # the marks that threads of the manager's wait for, by the thread
         self._awaited: dict[int, _Mark] = {}
@@ -251,7 +237,7 @@ class SizesDevice(Device):
     # --- the contract of `Device`
 
     def host(self, nbytes: int) -> HostSlab:
-        return SizedSlab(nbytes, self._host_writes)
+        return SizedSlab(nbytes)
 
     def shared_host(
         self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
@@ -280,8 +266,6 @@ class SizesDevice(Device):
             self._chunks.discard(chunk)  # type: ignore[arg-type]  # another device's is not in it
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        for each in copies if direction == "to_host" else ():
-            self._host_writes.update(_blocks(each.host_address, each.nbytes))
         with self._moved:
             self._copies.queued[direction] += sum(each.nbytes for each in copies)
 
@@ -423,8 +407,6 @@ class SizedEngine(TaggedEngine):
         )
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
-        self.phase = IDLE  # the phase that is about to begin
-        self.woken_in: set[str] = set()  # the phases that weights were loaded for
 
     def offload(self, tags: Collection[str]) -> None:
         """Copy the weights to the host, if they leave and are kept."""
@@ -432,7 +414,6 @@ class SizedEngine(TaggedEngine):
 
     def load(self, tags: Collection[str]) -> None:
         """Copy the weights to the device, if they come and were kept."""
-        self.woken_in |= {self.phase} if WEIGHTS in tags else set()
         self._device.transfer(self._copied_bytes * (WEIGHTS in tags), "to_device")
 
     def drain(self) -> None:

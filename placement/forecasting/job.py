@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from placement.core.states import OwnPhases, Policy
-from placement.forecasting.description import Forecast, Link, Phase, cycle_of
+from placement.forecasting.description import Forecast, Link, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.run import Run
 from placement.forecasting.stand_ins import size_of
@@ -17,23 +17,19 @@ from placement.planning.planner import HEADROOM
 from placement.planning.policy_lookup import resolve_policy
 from placement.storage.layout import Sizing
 
-_GPUS_PER_NODE = 8
-
 
 @torch.inference_mode(mode=False)
 def forecast(
     register: Callable[[Run], object],
     *,
     policy: str | type[Policy] | Policy = "colocated",
-    cycle: str | Sequence[str | Phase] = "grpo",
+    cycle: str | Sequence[str] = "grpo",
     budget_bytes: int | str | None = None,
     link: Link | float | str | os.PathLike[str] | None = None,
     work_seconds: Mapping[str, float] | None = None,
     shards: int = 1,
-    ranks_per_node: int | None = None,
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
-    host_limit_bytes: int | str | None = None,
     device: Sizing | None = None,
 ) -> Forecast:
     """Tell what a job needs in each phase and what its moves cost, before it runs.
@@ -54,12 +50,8 @@ def forecast(
             prefetch saves.
         shards: the ranks that share each parameter, as FSDP2 does: every one holds a part of its
             first dimension.
-        ranks_per_node: the ranks whose host memory is counted together. None: the shards, at most
-            8.
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
-        host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a
-            disk that is taken to keep up with the phases. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
@@ -82,9 +74,8 @@ def forecast(
     measured = None if link is None else Link.of(link)
     entered = cycle_of(cycle, phases)
     _check_work(work_seconds or {}, [phase.name for phase in entered])
-    _check_count("shards", shards)
-    ranks_per_node = min(shards, _GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
-    _check_count("ranks_per_node", ranks_per_node)
+    if shards < 1:
+        raise ValueError(f"shards must be a whole number from 1 on, not {shards!r}")
     budget = None if budget_bytes is None else size_of("budget_bytes", budget_bytes)
     notes: list[str] = []
     if budget is None and measured is not None and measured.free_bytes is not None:
@@ -99,28 +90,12 @@ def forecast(
         shards=shards,
         budget_bytes=budget,
         work_seconds=work_seconds,
-        host_limit_bytes=(
-            None if host_limit_bytes is None else size_of("host_limit_bytes", host_limit_bytes)
-        ),
         worker_role=worker_role,
         phases=dict(phases or {}),
     )
     with run:
         register(run)
-        told = run.in_the_steady_state(entered, ranks_per_node, notes)
-    if measured is None:
-        return told
-    return told.model_copy(
-        update={
-            "over_host_bytes": _over(told.node_host_bytes, measured.host_available_bytes),
-            "over_disk_bytes": _over(told.node_disk_bytes, measured.disk_free_bytes),
-            "pageable_reason": measured.pageable_reason,
-        }
-    )
-
-
-def _over(needed_bytes: int, free_bytes: int | None) -> int:
-    return 0 if free_bytes is None else max(0, needed_bytes - free_bytes)
+        return run.in_the_steady_state(entered, notes)
 
 
 def _check_work(work_seconds: Mapping[str, float], phases: Sequence[str]) -> None:
@@ -133,8 +108,3 @@ def _check_work(work_seconds: Mapping[str, float], phases: Sequence[str]) -> Non
             raise ValueError(
                 f"the work seconds of phase {phase!r} must be 0 or more, not {seconds}"
             )
-
-
-def _check_count(name: str, number: int) -> None:
-    if number < 1:
-        raise ValueError(f"{name} must be a whole number from 1 on, not {number!r}")

@@ -13,11 +13,11 @@ from torch import nn
 
 import placement
 from placement.cli.plan import table
-from placement.core.snapshot import TransitionSeconds
+from placement.core.snapshot import TransitionSeconds, readable
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Link, Rollout, Run
-from placement.forecasting.config import OPTIMIZERS, module_of, remarks
+from placement.forecasting.config import OPTIMIZERS, module_of
 from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.stand_ins import parts_of
@@ -177,20 +177,20 @@ def config(**values: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         (None, "there is no model configuration"),
-        ("{", "is not JSON"),
-        ("[]", "names no model_type"),
+        ("{", "cannot build a model"),
+        ("[]", "cannot build a model"),
         (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
         (
             json.dumps(config(hidden_size=-64)),
-            ("cannot build a model .*: RuntimeError: .*negative dimension -64"),
+            ("cannot build a model .*RuntimeError: .*negative dimension -64"),
         ),
         (
             json.dumps(config(hidden_act="no-such-function")),
-            ("cannot build a model .*: KeyError: 'no-such-function'"),
+            ("cannot build a model .*KeyError: 'no-such-function'"),
         ),
         (
             json.dumps(config(model_type="own", auto_map={"AutoConfig": "own.Config"})),
-            ("whose code comes with its checkpoint"),
+            "cannot build a model .*trust_remote_code",
         ),
     ],
 )
@@ -223,28 +223,15 @@ def test_a_configuration_that_transformers_saves_before_there_is_a_model_is_enou
     assert [part.nbytes for part in parts_of(module_of(tmp_path, None))] == [
         part.nbytes for part in parts_of(made)
     ]
-    (note,) = remarks(tmp_path, None)
-    assert note.endswith(
-        "has no dtype; the weights of models that keep its dtype are counted in float32"
-    )
-    assert not remarks(tmp_path, torch.bfloat16)
 
 
-def test_weights_of_a_quantized_configuration_are_counted_whole_and_a_remark_says_so(
-    tmp_path: Path,
-) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config(dtype="bfloat16")))
-    plain = parts_of(module_of(tmp_path, None))
-    assert not remarks(tmp_path, None)
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     quantized = config(dtype="bfloat16", quantization_config=quantization)
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    assert [part.nbytes for part in parts_of(module_of(tmp_path, None))] == [
-        part.nbytes for part in plain
-    ]
-    (remark,) = remarks(tmp_path, None)
-    assert "quantization_config (gptq)" in remark
+    with pytest.raises(ValueError, match="the bytes of quantized weights are not known"):
+        module_of(tmp_path, None)
 
 
 def test_the_models_of_a_head(tmp_path: Path) -> None:
@@ -268,11 +255,11 @@ def test_the_models_of_a_head(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"no class with one number a token .* for model_type 'mamba'",
+        match=r"no class with one number a token for model_type 'mamba'",
     ) as caught:
         module_of(tmp_path / "mamba.json", None, "value")
     # transformers' own message names every architecture that it has
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 400
 
 
 def test_without_transformers_it_is_said_what_to_install(
@@ -297,7 +284,7 @@ def test_cycles() -> None:
     for wrong, message in (
         ("grop", "unknown phase 'grop', did you mean 'grpo'"),
         (["trian"], "did you mean 'train'"),
-        (["train["], "is no phase"),
+        (["train]actor"], "unknown phase 'train]actor'"),
         (["idle"], "has no phase"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -345,8 +332,6 @@ def test_each_group_of_an_optimizer_has_the_state_of_its_options() -> None:
 
     told = placement.forecast(register, cycle=["train"], device=SimulatedDevice(1 << 30))
     actor, optimizer = told.handles
-    assert optimizer.owners == ("actor",)
-    assert optimizer.role == "actor"
     assert 2 * optimizer.num_bytes == actor.num_bytes == 2 * MIB
 
 
@@ -395,7 +380,6 @@ def test_a_handles_name_and_role_are_checked_as_a_manager_does() -> None:
         ({"worker_role": "boss"}, "worker_role: Input should be 'trainer'"),
         ({"phases": {"distill": ("boss",)}}, "unknown role 'boss'"),
         ({"shards": 0}, "shards must be a whole number from 1 on"),
-        ({"ranks_per_node": 0}, "ranks_per_node must be a whole number from 1 on"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(keywords: dict[str, Any], message: str) -> None:
@@ -433,68 +417,15 @@ def test_a_cuda_device_counts_in_its_own_chunks() -> None:
     assert told.fits
 
 
-def test_an_engines_mirror_is_host_memory_of_its_node() -> None:
-    alone = placement.forecast(worker(), ranks_per_node=4, cycle=["rollout"])
-    assert alone.node_host_bytes == 4 * alone.host_bytes
-    for keeps_weights, mirror in ((True, MIB), (False, 0)):
-        told = placement.forecast(
-            worker(None, Rollout(MIB, "3MiB", keeps_weights)),
-            ranks_per_node=4,
-            cycle=["rollout"],
-        )
-        assert told.handles[1].mirror_bytes == told.handles[1].host_bytes == mirror
-        assert (told.host_bytes, told.node_host_bytes) == (
-            alone.host_bytes + mirror,
-            alone.node_host_bytes + 4 * mirror,
-        )
-        assert told.node_mirror_bytes == 4 * mirror
-    limit = alone.host_bytes + MIB // 2  # the mirror stays, so the actor's host copy leaves
-    kept, discarded = (
-        placement.forecast(
-            worker(None, Rollout(MIB, MIB, keeps)), cycle=["rollout"], host_limit_bytes=limit
-        )
-        for keeps in (True, False)
-    )
-    assert (kept.disk_bytes, discarded.disk_bytes) == (alone.host_bytes, 0)
-    refused = placement.forecast(
-        lambda run: run.register("rollout", Rollout(MIB, MIB)),
-        cycle=["rollout"],
-        host_limit_bytes=MIB - 1,
-    )
-    assert "'rollout' needs" in refused.refused_registrations[0]
-
-
-@pytest.mark.parametrize(
-    ("cycle", "keeps", "told"),
-    [
-        ("weight_sync,rollout,train", True, 1),
-        ("rollout,train,weight_sync", True, 0),
-        ("weight_sync,rollout,train", False, 0),
-    ],
-)
-def test_a_mirror_that_every_sync_overwrites_is_noted(cycle: str, keeps: bool, told: int) -> None:
-    found = placement.forecast(worker("sgd", Rollout(MIB, "3MiB", keeps)), cycle=cycle)
-    assert sum("weight_sync fills them anew" in note for note in found.notes) == told
-    assert found.phase("rollout").handle_bytes["rollout"] == 4 * MIB
-
-
-def test_what_a_node_has_too_little_of_is_told() -> None:
-    link = Link(
-        to_device_bytes_per_second=1e9,
-        to_host_bytes_per_second=1e9,
-        host_available_bytes=3 * MIB,
-        disk_free_bytes=MIB,
-        pageable_reason="no",
-    )
-    register = worker(None, Rollout(MIB, MIB))
-    keywords: dict[str, Any] = {"ranks_per_node": 4, "cycle": ["log_prob"]}
-    told = placement.forecast(register, link=link, **keywords)
-    assert told.over_host_bytes == told.node_host_bytes - 3 * MIB > 0 == told.over_disk_bytes
-    assert "pageable (no), 4 MiB engines' mirrors, 0 on disk; does not fit: " in table(told)
-    roomy = placement.forecast(register, link=1e9, **keywords)
-    assert "page-locked, 4 MiB engines' mirrors, 0 on disk\n" in table(roomy)
-    limited = placement.forecast(register, link=link, host_limit_bytes=MIB + MIB // 2, **keywords)
-    assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
+@pytest.mark.parametrize(("keeps_weights", "mirror"), [(True, MIB), (False, 0)])
+def test_an_engines_mirror_is_host_memory(keeps_weights: bool, mirror: int) -> None:
+    alone = placement.forecast(worker(), cycle=["rollout"])
+    engine = Rollout(MIB, "3MiB", keeps_weights)
+    told = placement.forecast(worker(None, engine), cycle=["rollout"])
+    assert told.handles[1].host_bytes == mirror
+    assert told.host_bytes == alone.host_bytes + mirror
+    assert f"host memory           {readable(told.host_bytes)} a rank" in table(told)
+    assert told.phase("rollout").handle_bytes["rollout"] == 4 * MIB
 
 
 def test_a_first_streamed_step_only_sends_and_later_ones_go_both_ways() -> None:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from placement.forecasting.stand_ins import parts_of
 from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
-from tests.support.disk import settle
 from tests.support.early import Early
 
 transformers = pytest.importorskip("transformers")
@@ -63,16 +61,10 @@ class Case:
     roles: Mapping[str, str | None] = field(default_factory=lambda: GRPO)
     """The optimizer of each role."""
     engine: Mapping[str, int] | None = None
-    limit: float | None = None
-    """Of host memory, in MiB."""
     dtype: torch.dtype = torch.bfloat16
     chunk_bytes: int = 64 << 10
     sleeps: Mapping[str, float] = field(default_factory=dict)
     """The seconds of the work in some phases."""
-
-    @property
-    def limit_bytes(self) -> int | None:
-        return None if self.limit is None else int(self.limit * MIB)
 
     def device(self, rate: float | None = None) -> SimulatedDevice:
         return SimulatedDevice(
@@ -93,27 +85,11 @@ CASES = {
     "an engine of its own, resident": Case(
         QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
     ),
-    "GRPO, the least host memory": Case(limit=6.5),
-    "PPO, 3 MiB of host memory short": Case(limit=13, cycle=CYCLES["ppo"], roles=PPO),
-    "host memory short, resident, a budget": Case(
-        None,
-        "resident",
-        ("train", "ref_log_prob", "train", "rollout", "weight_sync"),
-        limit=6.5,
-        budget=6 * MIB,
+    "the optimizer in its step": Case(
+        None, "colocated(optimizer_in='optimizer_step')", ("log_prob", "train", "optimizer_step")
     ),
-    "host memory short, the optimizer in its step": Case(
-        None,
-        "colocated(optimizer_in='optimizer_step')",
-        ("log_prob", "train", "optimizer_step"),
-        limit=6.5,
-    ),
-    "host memory short, streamed steps, two optimizers": Case(
-        None,
-        "colocated('streamed')",
-        ("checkpoint", "values", "reward", "train"),
-        limit=12,
-        roles=PPO,
+    "streamed steps, two optimizers": Case(
+        None, "colocated('streamed')", ("checkpoint", "values", "reward", "train"), roles=PPO
     ),
 }
 
@@ -155,8 +131,7 @@ class MeasuredPhase:
     host_bytes: int
     stall_seconds: float
     moved: tuple[int, ...]
-    """Bytes that were loaded, offloaded and skipped, and that the disk has written and read."""
-    disk_bytes: int
+    """Bytes that were loaded, offloaded and skipped."""
 
 
 def steps(
@@ -177,16 +152,12 @@ def steps(
             ) if index else manager.enter(phase)
             after = manager.snapshot()
             work.get(phase, lambda: None)()
-            if manager.settings.host_limit_bytes is not None:
-                settle(manager)
             found[-1].append(_row(phase, before, after, manager.snapshot()))
     return found
 
 
 def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> MeasuredPhase:
-    counters = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes"
-    )
+    counters = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
     then, now = (
         [sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)]
         for snapshot in (before, end)
@@ -197,7 +168,6 @@ def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> Measur
         host_bytes=sum(handle.host_bytes for handle in after.handles),
         stall_seconds=after.phase_stall_seconds[phase] - before.phase_stall_seconds.get(phase, 0.0),
         moved=tuple(one - other for one, other in zip(now, then, strict=True)),
-        disk_bytes=sum(handle.disk_bytes for handle in end.handles),
     )
 
 
@@ -247,18 +217,11 @@ def register(
 
 
 def measure(
-    case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None
+    case: Case, cycles: int = 3, clock: LinkClock | None = None
 ) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
     device = case.device(None if clock is None else RATE)
-    limits = (
-        {}
-        if case.limit_bytes is None
-        else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
-    )
-    manager = placement.Manager(
-        device=device, policy=case.policy, budget_bytes=case.budget, **limits
-    )
+    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
     engine: SleepingEngine | None = None
     if case.engine is not None:
@@ -287,7 +250,7 @@ def measure(
         manager.close()
 
 
-def forecast(case: Case, *, ranks_per_node: int | None = None) -> placement.Forecast:
+def forecast(case: Case) -> placement.Forecast:
     engine = None
     if case.engine is not None:
         engine = Rollout(case.engine["weights"], case.engine["kv_cache"])
@@ -298,11 +261,9 @@ def forecast(case: Case, *, ranks_per_node: int | None = None) -> placement.Fore
 
     return placement.forecast(
         worker,
-        ranks_per_node=ranks_per_node,
         policy=case.policy,
         cycle=case.cycle,
         budget_bytes=case.budget,
-        host_limit_bytes=case.limit_bytes,
         device=case.device(),
         link=RATE,
         work_seconds=case.sleeps,
@@ -311,78 +272,39 @@ def forecast(case: Case, *, ranks_per_node: int | None = None) -> placement.Fore
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_forecast_is_what_the_manager_measures(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     told = forecast(case)
-    cycles, peak = (
-        measure(case, tmp_path, 3, LinkClock(monkeypatch))
-        if case.limit is None
-        else measure(case, tmp_path, 8)
-    )
+    cycles, peak = measure(case, 3, LinkClock(monkeypatch))
     assert told.fits
     assert told.peak_bytes == peak
-    compared = [(cycles[-1], told.phases)]
-    if case.limit is None:
-        compared.append((cycles[0], told.first_phases))
-    else:
-        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], (
-            "the run is not steady yet"
-        )
-        assert told.disk_bytes == max(has.disk_bytes for has in cycles[-1])
-    moved = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes"
-    )
-    for measured, phases in compared:
+    moved = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    for measured, phases in ((cycles[-1], told.phases), (cycles[0], told.first_phases)):
         for has, phase in zip(measured, phases, strict=True):
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
             assert has.moved == moved(phase), phase.phase
-            assert has.disk_bytes == phase.disk_bytes
-            if case.limit is None:
-                assert has.host_bytes == phase.host_bytes
-            # an engine's copies are its own, and take no time of the simulated link
-            if case.limit is None and case.engine is None:
+            assert has.host_bytes == phase.host_bytes
+            # an engine's copies are its own, and take no time of the simulated link; the metric does
+            # not count a streamed step
+            if case.engine is None and not phase.streamed_bytes:
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
                     phase.phase
                 )
 
 
 def test_the_rows_of_a_forecast_that_stall_are_those_of_the_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Going back to `idle` is a row of its own, and a phase to which nothing moves has none."""
     case = Case(cycle=("rollout", "ref_log_prob", "checkpoint", "train"))
     told = {each.phase for each in forecast(case).phases if each.stall_seconds}
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     assert told == {each.phase for each in measured if each.stall_seconds}
     assert told == {"rollout", "ref_log_prob", "train", "idle"}
 
 
-@pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])
-def test_a_registration_that_a_manager_refuses_is_foreseen(
-    limit: float, roles: Mapping[str, str | None], tmp_path: Path
-) -> None:
-    case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
-    try:
-        measure(case, tmp_path, cycles=0)
-    except placement.HostMemoryError as error:
-        refused = str(error).partition("\n")[0]
-    told = forecast(case)
-    assert told.refused_registrations[:1] == ((refused,) if refused else ())
-    assert told.fits is not bool(refused)
-
-
-def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
-    told = forecast(CASES["PPO, 3 MiB of host memory short"], ranks_per_node=4)
-    assert told.host_bytes > 13 * MIB
-    assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
-    assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
-    assert told.node_disk_bytes == 4 * told.disk_bytes > 0
-    assert told.node_host_bytes == 4 * told.host_bytes
-    assert forecast(Case(limit=8)).disk_bytes == 0
-
-
-def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
+def test_a_phase_that_the_manager_refuses_is_told() -> None:
     case = Case(QWEN2, budget=1_000_000)
     told = forecast(case)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
@@ -390,7 +312,7 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"
     ) as caught:
-        measure(case, tmp_path)
+        measure(case)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -414,12 +336,11 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     policy: Colocated,
     phase: str,
     less: set[str],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
     told = forecast(case)
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     for has, each in zip(measured, told.phases, strict=True):
         assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
         assert has.moved[0] == each.loaded_bytes, each.phase
