@@ -41,11 +41,12 @@ def cycle_of(cycle: str | Sequence[str], own: OwnPhases | None = None) -> tuple[
     of switching. Raises ValueError: a phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
-        cycle = CYCLES.get(cycle) or cycle.split(",")
+        cycle = CYCLES.get(cycle) or [word for word in cycle.split(",") if word.strip()]
     known = (*PHASES, *(own or {}))
     phases = []
     for word in cycle:
         name, has_handles, handles = word.strip().removesuffix("]").partition("[")
+        name = name.strip()
         if name not in known:
             raise ValueError(
                 f"unknown phase {name!r}{nearest(name, (*known, *CYCLES)) or ';'} known: "

@@ -67,7 +67,8 @@ class Asked:
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """One worker that only has sizes, under a real manager. `register` is the manager's own.
+    """A worker that only has sizes, under a real manager. `placement.forecast` makes it, and calls
+    the worker's own function with it.
 
     `shards`: the ranks that share each parameter. `work_seconds` are by phase. The settings are the
     manager's `worker_role` and `phases`.

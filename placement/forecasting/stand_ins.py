@@ -81,12 +81,11 @@ def parts_of(module: torch.nn.Module, shards: int = 1) -> list[Part]:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     parts = []
     for tensors in storages.values():
-        sources = tuple(each for each in tensors if isinstance(each, torch.nn.Parameter))
+        sources = tuple(tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
+        nbytes = tensors[0].untyped_storage().nbytes()
         own = tuple(_shard_of(source, shards) for source in sources)
-        if sources and shards > 1:
-            nbytes = sum(each.nbytes for each in own)
-        else:
-            nbytes = tensors[0].untyped_storage().nbytes()
+        if own and shards > 1:
+            nbytes = sum(parameter.nbytes for parameter in own)
         parts.append(Part(nbytes, sources, own))
     return parts
 
@@ -129,14 +128,16 @@ def optimizer_without_bytes(
 
     Raises ValueError: a parameter has no stand-in, or the step needs values.
     """
-    chosen = []
+    chosen: list[list[torch.nn.Parameter]] = []
+    trained: set[int] = set()
     for group in optimizer.param_groups:
         if any(parameter not in stand_ins for parameter in group["params"]):
             raise ValueError(
                 f"{name!r} steps parameters of no registered module; register the module first"
             )
-        chosen.append([stand_ins[parameter] for parameter in group["params"]])
-    trained = {id(each) for group in chosen for each in group if each.requires_grad}
+        parameters = [stand_ins[parameter] for parameter in group["params"]]
+        trained.update(id(parameter) for parameter in parameters if parameter.requires_grad)
+        chosen.append(parameters)
     try:
         with torch.device("cpu"), torch.no_grad():
             twin = stepped_twin(optimizer, chosen, trained)
@@ -148,7 +149,7 @@ def optimizer_without_bytes(
         ) from error
     groups = []
     for group, parameters in zip(twin.param_groups, chosen, strict=True):
-        states = [twin.state.get(each, {}) for each in group["params"]]
+        states = [twin.state.get(parameter, {}) for parameter in group["params"]]
         groups.append({"params": parameters, "state_of": _copied(parameters, states)})
     return SizedOptimizer(groups)
 

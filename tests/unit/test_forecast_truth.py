@@ -285,8 +285,8 @@ def test_a_forecast_is_what_the_manager_measures(
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
             assert has.moved == moved(phase), phase.phase
             assert has.host_bytes == phase.host_bytes
-            # an engine's copies are its own, and take no time of the simulated link; the metric does
-            # not count a streamed step
+            # an engine's copies are its own, and take no time of the simulated link; a streamed
+            # step is no stall of a phase transition
             if case.engine is None and not phase.streamed_bytes:
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
                     phase.phase
