@@ -32,6 +32,11 @@ ACTOR = 33 * CHUNK
 GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
 
 
+@pytest.fixture(autouse=True)
+def _no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "HEADROOM", 0.0)
+
+
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[GpuSharer]:
     """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer
@@ -222,10 +227,7 @@ def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("gives_way", [False, True])
-def test_a_move_that_fails_gives_back_what_it_had_leased(
-    tmp_path: Path, gives_way: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "HEADROOM", 0.0)
+def test_a_move_that_fails_gives_back_what_it_had_leased(tmp_path: Path, gives_way: bool) -> None:
     device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity"))
     manager = Manager(device=device, leases=str(tmp_path / "leases"))
     model = nn.Linear(256, 128)
@@ -366,10 +368,7 @@ def test_a_phase_that_moves_nothing_and_waits_for_more_memory_has_its_handles_af
     manager.close()
 
 
-def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "HEADROOM", 0.0)
+def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
     shared = tmp_path / "capacity"
     sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
     engine, model = Own(shared, weights="discard", tag_bytes=sizes), nn.Linear(8, 8)
