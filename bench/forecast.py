@@ -1,4 +1,4 @@
-"""Does a forecast come true? Five small jobs: the bytes and the seconds that `placement.forecast`
+"""Does a forecast come true? Four small jobs: the bytes and the seconds that `placement.forecast`
 tells, beside those that are measured.
 
 `placement doctor` measures the machine first, and its file is all that a forecast knows of it. A
@@ -26,7 +26,7 @@ from bench._rig import Rig
 from placement.cli.doctor import examine
 from placement.devices.base import Device
 from placement.devices.select import select_device
-from placement.forecasting import Link, Model
+from placement.forecasting import Link, Run
 from placement.forecasting.description import CYCLES
 from placement.testing import SimulatedDevice
 
@@ -45,7 +45,6 @@ class _Job:
     readonly: tuple[str, ...] = ("ref",)
     budget_in_models: float | None = None
     """The budget in sizes of one model; None: all fits."""
-    keeps_gradients: bool = False
 
 
 _JOBS = (
@@ -53,15 +52,26 @@ _JOBS = (
     _Job("GRPO, resident, all fits", policy="resident"),
     _Job("GRPO, resident, no room for all", policy="resident", budget_in_models=3.5),
     _Job("PPO, colocated", cycle="ppo", trained=("actor", "critic"), readonly=("ref", "reward")),
-    _Job("GRPO, gradients move, too", keeps_gradients=True),
 )
 
 
-def _model(rig: Rig, width: int) -> torch.nn.Module:
-    with rig.torch_device:
-        return torch.nn.Sequential(
+def _register(
+    manager: placement.Manager | Run, job: _Job, width: int
+) -> list[tuple[torch.nn.Module, torch.optim.Optimizer | None]]:
+    """Register a job's objects, with a manager and with a forecast alike, on torch's default
+    device. Returns each model with its optimizer."""
+    made: list[tuple[torch.nn.Module, torch.optim.Optimizer | None]] = []
+    for name in (*job.trained, *job.readonly):
+        model = torch.nn.Sequential(
             *(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8))
         )
+        manager.register(name, model, role=name, readonly=name in job.readonly)
+        optimizer = None
+        if name in job.trained:
+            optimizer = torch.optim.AdamW(model.parameters())
+            manager.register(f"{name}.optimizer", optimizer)
+        made.append((model, optimizer))
+    return made
 
 
 def _device(rig: Rig) -> Device:
@@ -81,15 +91,11 @@ def _link(device: Device, nbytes: int) -> Link:
         return Link.of(path)
 
 
-def _train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
-) -> None:
-    optimizer.zero_grad()
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    if not keeps_gradients:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
 
 
 def _measured(
@@ -98,12 +104,8 @@ def _measured(
     """Run a job. Returns phase, device bytes, moved bytes and seconds of each transition of a
     cycle, the host bytes, and the peak."""
     manager = placement.Manager(device=device, policy=job.policy, budget_bytes=budget)
-    models = {name: _model(rig, width) for name in (*job.trained, *job.readonly)}
-    optimizers = {name: torch.optim.AdamW(models[name].parameters()) for name in job.trained}
-    for name, model in models.items():
-        manager.register(name, model, role=name, readonly=name in job.readonly)
-        if name in optimizers:
-            manager.register(f"{name}.optimizer", optimizers[name])
+    with rig.torch_device:
+        made = _register(manager, job, width)
     batch = torch.ones(_BATCH_BYTES, dtype=torch.uint8)
     cycles: list[list[tuple[str, int, int, float]]] = []
     for _ in range(_CYCLES):
@@ -120,8 +122,9 @@ def _measured(
             seconds = rig.seconds(go)
             held = sum(handle.resident_bytes for handle in manager.handles.values())
             rows.append((phase, held, _moved(manager) - before, seconds))
-            for name in job.trained if phase == "train" else ():
-                _train(models[name], optimizers[name], keeps_gradients=job.keeps_gradients)
+            for model, optimizer in made if phase == "train" else ():
+                if optimizer is not None:
+                    _train(model, optimizer)
         cycles.append(rows)
     host = sum(handle.host_bytes for handle in manager.handles.values())
     peak = manager.snapshot().peak_bytes
@@ -144,17 +147,13 @@ def _compare(rig: Rig, results: Results, job: _Job, width: int) -> None:
         if job.budget_in_models is None
         else int(one * job.budget_in_models)
     )
-    with torch.device("meta"):
-        meta = torch.nn.Sequential(
-            *(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8))
-        )
-    handles = {
-        name: Model(meta, optimizer="adamw", gradients="kept" if job.keeps_gradients else "cleared")
-        for name in job.trained
-    }
-    handles |= {name: Model(meta, readonly=True) for name in job.readonly}
+
+    def register(run: Run) -> None:
+        with torch.device("meta"):
+            _register(run, job, width)
+
     told = placement.forecast(
-        handles, policy=job.policy, cycle=job.cycle, budget_bytes=budget, device=device, link=link
+        register, policy=job.policy, cycle=job.cycle, budget_bytes=budget, device=device, link=link
     )
     rows, host, peak = _measured(rig, job, width, budget, device)
     pairs = [

@@ -26,6 +26,7 @@ from bench._rig import Rig
 from bench.link import Link
 from placement import Plan, State, View
 from placement.core.states import IDLE
+from placement.registration import streamed_optimizer
 
 _SCENARIO = "AdamW, fp32, state on the host"
 _WARM_UPS = 2
@@ -110,11 +111,9 @@ class Streamed(System):
 
     def prepare(self) -> None:
         super().prepare()
-        bucket_bytes = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
+        streamed_optimizer.BUCKET_BYTES = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
         device = self.rig.placement_device()
-        self.manager = placement.Manager(
-            device=device, policy=self.policy, streamed_bucket_bytes=bucket_bytes
-        )
+        self.manager = placement.Manager(device=device, policy=self.policy)
         self.manager.register("actor", self.model, role="actor")
         self.handle = self.manager.register("adam", self.optimizer)
         self.manager.enter("train")

@@ -31,12 +31,12 @@ def make_manager(role: str, folder: str) -> placement.Manager:
     it takes."""
     if torch.cuda.is_available():
         return placement.Manager(device="cuda:0", turns=True, worker_role=role)
-    device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
-    return placement.Manager(device=device, turns=folder, headroom=0.0, worker_role=role)
+    device = SimulatedDevice(capacity_bytes=6 << 20, shared_with=Path(folder) / "capacity")
+    return placement.Manager(device=device, turns=folder, worker_role=role)
 
 
 def rollout(folder: str, begin: Barrier) -> None:
-    """The rollout process: an engine of 4 MiB on a simulated device of 5 MiB."""
+    """The rollout process: an engine of 4 MiB on a simulated device of 6 MiB."""
     manager = make_manager("rollout", folder)
     engine = TorchEngine(
         nn.Sequential(

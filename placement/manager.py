@@ -93,7 +93,7 @@ class Manager:
             the handles hold, less what other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this
         process alone. worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: the other fields of `Settings` (turns, phases, strict, verify, headroom,
+        settings: the other fields of `Settings` (turns, phases, strict, verify,
         pinned_limit_bytes, discovery, ...).
 
     Raises:
@@ -510,7 +510,7 @@ class Manager:
 
         self._stack.lock.check_process()
         if identity is None:
-            identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
+            identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
         stack = self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(

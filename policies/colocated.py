@@ -43,7 +43,7 @@ class Colocated:
         "optimizer_step": only in that phase (and
             in `restore`), which leaves its bytes to activations during forward and backward.
             "streamed": only in `restore`; each `step()` brings its state to the device and back in
-            buckets (see `Settings.streamed_bucket_bytes`). An external optimizer stays where its
+            buckets of 512 MiB. An external optimizer stays where its
             framework has it; one whose step cannot be made in parts is refused.
         stream_sync: whether to publish the actor's weights straight from the host copy through a
         small device window, instead of

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from placement.registration import streamed_optimizer
 from tests.support import nothing_left
 from tests.support.durations import Recorder, file_of
 from tests.support.forked import import_before
@@ -53,6 +54,7 @@ with contextlib.suppress(ImportError):
     importlib.import_module("tests.support.profiles")
 
 COUNTED = "counted"
+_BUCKET_BYTES = streamed_optimizer.BUCKET_BYTES
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
 _PACKAGES = (
@@ -218,7 +220,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same random numbers for every test, and none of the caller's PLACEMENT_* variables."""
+    """The same random numbers for every test, the ordinary buckets of streamed steps, and none of
+    the caller's PLACEMENT_* variables."""
+    streamed_optimizer.BUCKET_BYTES = _BUCKET_BYTES
     for name in os.environ:
         if name.startswith("PLACEMENT_"):
             monkeypatch.delenv(name)

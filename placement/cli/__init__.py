@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"placement {__version__}")
     parsed = parser.parse_args(words)
     if os.getcwd() not in sys.path:
-        # a console script does not search the working directory for policies and optimizers of the
-        # user's
+        # a console script does not search the working directory for policies of the user's
         sys.path.append(os.getcwd())
     try:
         status = int(parsed.run(parsed))

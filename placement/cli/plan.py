@@ -9,16 +9,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from placement import forecasting
 from placement.cli.workers import plain_table
 from placement.core.errors import PlacementError
-from placement.core.settings import Settings, parse_bytes
+from placement.core.settings import Settings, nearest, parse_bytes
 from placement.core.snapshot import WORDS, readable
 from placement.core.states import IDLE, PHASES, ROLES, WORKER_ROLES, State
-from placement.forecasting.description import CYCLES, Forecast, Layout, PhaseForecast
+from placement.forecasting.description import CYCLES, Forecast, PhaseForecast
 from placement.planning.policy_lookup import policy_names
 
 if TYPE_CHECKING:
@@ -53,127 +52,26 @@ _COMMA = re.compile(r",(?![^(]*\))")  # one that is not inside the brackets of a
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "model",
-        metavar="CONFIG",
-        help="the actor's config.json of transformers, or a folder with one; nothing is downloaded",
-    )
-    add(
-        "--roles",
-        help="which models there are (default actor,ref; for "
-        "the "
-        "cycle "
-        "ppo "
-        "actor,critic,ref,reward)",
-    )
-    add(
-        "--model-of",
-        action="append",
-        default=[],
-        metavar="ROLE=CONFIG",
-        help="another configuration for a role; may be repeated",
-    )
-    add(
-        "--dtype",
-        help="of the weights of trained models, such as bfloat16 "
-        "(default: "
-        "as "
-        "the "
-        "configuration says)",
-    )
-    add(
-        "--optimizer",
-        default="adamw",
-        help="adamw, adamw-fp32, adamw-master, "
-        "sgd, "
-        "sgd-momentum "
-        "or package.module:Class (default "
-        "adamw)",
-    )
-    add(
-        "--gradients",
-        default="cleared",
-        choices=("cleared", "kept"),
-        help="whether gradients are None when training ends",
-    )
-    add(
-        "--replicated",
-        default="",
-        metavar="ROLES",
-        help="readonly models of which the ranks of a node share one host copy",
-    )
-    add(
-        "--kv-cache",
-        metavar="BYTES",
-        help="the rollout engine's KV cache on a GPU; gives "
-        "the "
-        "job "
-        "an engine that places its own "
-        "memory",
-    )
-    add(
-        "--rollout-weights",
-        metavar="BYTES",
-        help="the engine's weights on a GPU (default: the actor's in bfloat16, divided)",
-    )
-    add(
-        "--rollout-tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs that share the engine (default 1)",
-    )
-    add(
-        "--discard-weights",
-        action="store_true",
-        help="the engine drops its weights when it sleeps (level 2)",
-    )
-    for name, text in (
-        ("data-parallel", "replicas"),
-        ("shards", ("ranks that share each parameter (FSDP2)")),
-        ("tensor-parallel", ""),
-    ):
-        add(
-            f"--{name}",
-            type=int,
-            default=1,
-            metavar="N",
-            help=text or "ranks that share each layer",
-        )
-    add(
-        "--gpus-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="GPUs of a machine; each rank has one (default 8)",
-    )
-    add(
-        "--cycle",
-        default="grpo",
-        help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)",
-    )
-    add(
-        "--work",
-        default="",
-        metavar="PHASE=SECONDS,...",
-        help="the duration of each phase without moves; a prefetch needs it",
-    )
-    add(
-        "--steps",
-        default="",
-        metavar="PHASE=N,...",
-        help="optimizer steps in each phase, if a policy streams their state (default 1)",
-    )
-    add("--policy", help=_POLICY_HELP)
-    add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
+    config = "the config.json of transformers of every model, or a folder with one"
+    add("model", metavar="CONFIG", help=f"{config}; nothing is downloaded")
+    add("--roles", help="the models (default actor,ref; with --cycle ppo: with critic and reward)")
+    add("--dtype", help="of trained weights, such as bfloat16 (default: as CONFIG says)")
+    known = "adamw, adamw-fp32, adamw-master, sgd or sgd-momentum (default adamw)"
+    add("--optimizer", default="adamw", help=known)
+    add("--shards", type=int, default=1, metavar="N", help="ranks that share each parameter")
+    add("--kv-cache", metavar="BYTES", help="of a rollout engine that places its own memory")
+    weights = "the engine's on a GPU (default: the actor's in bfloat16)"
+    add("--rollout-weights", metavar="BYTES", help=weights)
+    dropped = "the engine drops its weights when it sleeps (level 2)"
+    add("--discard-weights", action="store_true", help=dropped)
+    cycle = f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)"
+    add("--cycle", default="grpo", help=cycle)
+    work = "the duration of each phase without moves; a prefetch needs it"
+    add("--work", default="", metavar="PHASE=SECONDS,...", help=work)
+    add("--policy", help=f"{_POLICY_HELP}; several, with commas: side by side")
     add("--budget", metavar="BYTES", help=_BUDGET_HELP)
-    add(
-        "--host-limit",
-        metavar="BYTES",
-        help="host memory of a rank (host_limit_bytes); what is beyond it waits on a disk",
-    )
-    add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
-    add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
+    link = "what `placement doctor --json` wrote, or bytes a second each way, such as 50GB"
+    add("--link", metavar="FILE", help=link)
     _add_settings(parser)
     add("--json", action="store_true", help="print everything as JSON, for scripts")
     parser.set_defaults(run=run_plan)
@@ -194,136 +92,123 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake
     in what was given."""
     try:
-        if arguments.link and arguments.rate:
-            raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
-        named = _COMMA.split(arguments.compare or arguments.policy or settings.policy)
-        chosen = [each.strip() for each in named if each.strip()]
-        if not chosen:
-            raise ValueError(
-                f"--compare names no policy; write some of {', '.join(policy_names())}, with "
-                "commas between them"
-            )
-        job = _job(arguments, settings)
-        forecasts = [forecasting.forecast(policy=policy, **job) for policy in chosen]
+        named = _COMMA.split(arguments.policy or settings.policy)
+        policies = [policy.strip() for policy in named if policy.strip()]
+        if not policies:
+            raise ValueError(f"--policy names no policy; write some of {', '.join(policy_names())}")
+        forecasts = [_forecast(policy, arguments, settings) for policy in policies]
     except (ValueError, OSError, ImportError, PlacementError) as error:
         print(f"placement plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        found = [each.model_dump(mode="json") for each in forecasts]
-        print(json.dumps(found if arguments.compare else found[0], indent=1))
+        dumped = [forecast.model_dump(mode="json") for forecast in forecasts]
+        print(json.dumps(dumped if len(dumped) > 1 else dumped[0], indent=1))
+    elif len(forecasts) > 1:
+        print(comparison(forecasts, policies))
     else:
-        layout: Layout = job["layout"]
-        how = (
-            f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel "
-            f"{layout.data_parallel}"
-        )
-        print(f"one of {layout.ranks} ranks ({how}), {layout.ranks_per_node} a node\n")
-        print(comparison(forecasts, chosen) if len(forecasts) > 1 else table(forecasts[0]))
-    return int(not all(each.fits for each in forecasts))
+        print(table(forecasts[0]))
+    return int(not all(forecast.fits for forecast in forecasts))
 
 
-def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """The arguments of `forecast`, without the policy."""
-    models: dict[str, Any] = _models(arguments)
-    if arguments.kv_cache or arguments.rollout_weights:
-        models["rollout"] = _engine(arguments, models)
-    elif arguments.discard_weights or arguments.rollout_tensor_parallel != 1:
-        option = "--discard-weights" if arguments.discard_weights else "--rollout-tensor-parallel"
-        raise ValueError(
-            f"{option} describes a rollout engine, and the job has none; give --kv-cache or "
-            "--rollout-weights, too"
-        )
-    return {
-        "handles": models,
-        "layout": Layout(
-            **{
-                name: getattr(arguments, name)
-                for name in ("data_parallel", "shards", "tensor_parallel", "gpus_per_node")
-            }
-        ),
-        "cycle": arguments.cycle,
-        "budget_bytes": arguments.budget or settings.budget_bytes,
-        "link": float(parse_bytes(arguments.rate)) if arguments.rate else arguments.link,
-        "work_seconds": _numbers(arguments.work, "--work", "seconds", float),
-        "steps": _numbers(arguments.steps, "--steps", "steps", int),
-        "worker_role": arguments.worker_role or settings.worker_role,
-        "phases": settings.phases,
-        "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
-    }
+def _forecast(policy: str, arguments: argparse.Namespace, settings: Settings) -> Forecast:
+    return forecasting.forecast(
+        _register_function(arguments),
+        policy=policy,
+        cycle=arguments.cycle,
+        budget_bytes=arguments.budget or settings.budget_bytes,
+        link=_link(arguments.link),
+        work_seconds=_seconds_of(arguments.work),
+        shards=arguments.shards,
+        worker_role=arguments.worker_role or settings.worker_role,
+        phases=settings.phases,
+    )
 
 
-def _models(arguments: argparse.Namespace) -> dict[str, Any]:
+def _register_function(arguments: argparse.Namespace) -> Callable[[forecasting.Run], None]:
+    """The function that registers what the arguments describe."""
+    from placement.forecasting.config import OPTIMIZERS, module_of
+    from placement.tensors.plain import dtype_of
+
     roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
-    others = dict(_pair(text, "--model-of", "ROLE=CONFIG") for text in arguments.model_of)
-    replicated = _words(arguments.replicated)
-    for option, names in (("--roles", roles), ("--model-of", others), ("--replicated", replicated)):
-        if unknown := [name for name in names if name not in ROLES or (name not in roles)]:
-            raise ValueError(
-                f"{option}: {', '.join(unknown)} is not among the job's roles; choose from "
-                f"{', '.join(ROLES)} and name them in --roles"
-            )
-    if trained := [role for role in replicated if role in _TRAINED or role == "rollout"]:
+    if unknown := [role for role in roles if role not in ROLES]:
         raise ValueError(
-            f"--replicated: {', '.join(trained)} is written to; forecasts know readonly ones "
-            "alone; leave it out"
+            f"--roles: {', '.join(unknown)} is not among the job's roles; choose from "
+            f"{', '.join(ROLES)}"
         )
-    models: dict[str, Any] = {}
-    for role in roles:
-        is_trained = role in _TRAINED
-        models[role] = forecasting.Model(
-            others.get(role, arguments.model),
-            role=role,
-            dtype=arguments.dtype if is_trained else None,
-            optimizer=arguments.optimizer if is_trained else None,
-            gradients=arguments.gradients if is_trained else "cleared",
-            readonly=not is_trained and role != "rollout",
-            replicated=role in replicated,
+    if arguments.optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"--optimizer: no {arguments.optimizer!r}{nearest(arguments.optimizer, OPTIMIZERS)} "
+            f"known: {', '.join(OPTIMIZERS)}"
         )
-    return models
+    engine = _engine(arguments, roles)
+    dtype = dtype_of(arguments.dtype)
+
+    def register(run: forecasting.Run) -> None:
+        for role in roles:
+            is_trained = role in _TRAINED
+            model = module_of(
+                arguments.model,
+                dtype if is_trained else None,
+                "value" if role in ("critic", "reward") else "lm",
+            )
+            run.register(role, model, role=role, readonly=not is_trained and role != "rollout")
+            if is_trained:
+                optimizer = OPTIMIZERS[arguments.optimizer](model.parameters())
+                run.register(f"{role}.optimizer", optimizer)
+        if engine is not None:
+            run.register("rollout", engine, role="rollout")
+
+    return register
 
 
-def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
-    from placement.forecasting.job import weights_bytes
+def _engine(arguments: argparse.Namespace, roles: Sequence[str]) -> forecasting.Rollout | None:
+    from placement.forecasting.config import module_of
+    from placement.forecasting.stand_ins import parts_of
+    from placement.tensors.plain import dtype_of
 
-    if "rollout" in models:
+    if not arguments.kv_cache and not arguments.rollout_weights:
+        if arguments.discard_weights:
+            raise ValueError(
+                "--discard-weights describes a rollout engine, and the job has none; give "
+                "--kv-cache or --rollout-weights, too"
+            )
+        return None
+    if "rollout" in roles:
         raise ValueError(
             "--kv-cache and --rollout-weights describe the rollout engine: leave the role rollout "
             "out of --roles"
         )
-    if arguments.rollout_tensor_parallel < 1:
-        raise ValueError(
-            f"--rollout-tensor-parallel must be 1 or more, not {arguments.rollout_tensor_parallel}"
-        )
-    whole = parse_bytes(arguments.rollout_weights) if arguments.rollout_weights else None
-    if whole is None:
-        whole = -(-weights_bytes(arguments.model, "bfloat16") // arguments.rollout_tensor_parallel)
+    weights_bytes = arguments.rollout_weights
+    if not weights_bytes:
+        parts = parts_of(module_of(arguments.model, dtype_of("bfloat16")))
+        weights_bytes = sum(part.nbytes for part in parts)
     return forecasting.Rollout(
-        whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights
+        weights_bytes, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights
     )
 
 
-def _numbers(text: str, option: str, what: str, kind: Callable[[str], float]) -> dict[str, Any]:
-    found = {}
-    for phase, number in (_pair(each, option, f"PHASE={what.upper()}") for each in _words(text)):
+def _link(text: str | None) -> float | str | None:
+    """The rate that a text is; else the text, a file's path."""
+    try:
+        return None if text is None else float(parse_bytes(text))
+    except ValueError:
+        return text
+
+
+def _seconds_of(text: str) -> dict[str, float]:
+    seconds = {}
+    for word in _words(text):
+        phase, _, number = word.partition("=")
         try:
-            found[phase] = kind(number)
+            seconds[phase.strip()] = float(number)
         except ValueError:
-            raise ValueError(
-                f"{option}: {number!r} of phase {phase!r} is no number of {what}"
-            ) from None
-    return found
-
-
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise ValueError(f"{option}: {text!r} is not of the form {form}")
-    return name.strip(), value.strip()
+            raise ValueError(f"--work: {word!r} is not of the form PHASE=SECONDS") from None
+    return seconds
 
 
 def _words(text: str) -> Sequence[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 # --- a forecast as text
@@ -331,183 +216,117 @@ def _words(text: str) -> Sequence[str]:
 
 def table(forecast: Forecast) -> str:
     """One forecast: its phases, its handles, and the sums."""
-    sizes = attrgetter("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
     rows = [
         (
-            _name(each),
-            *map(readable, sizes(each)),
-            _seconds(each.stall_seconds),
-            _seconds(each.work_seconds),
+            _name(phase),
+            readable(phase.device_bytes),
+            readable(phase.loaded_bytes),
+            readable(phase.offloaded_bytes),
+            readable(phase.skipped_bytes),
+            _seconds(phase.stall_seconds),
+            _seconds(phase.work_seconds),
         )
-        for each in forecast.phases
+        for phase in forecast.phases
     ]
-    head, *lines = plain_table(
-        ("phase", "device", "load", "offload", "clean", "stall s", "work s"), rows
-    ).splitlines()
-    shown = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
-    for each, line in zip(forecast.phases, lines, strict=True):
-        shown += [line, *(f"  {text}" for text in _troubles(each))]
+    columns = ("phase", "device", "load", "offload", "clean", "stall s", "work s")
+    head, *body = plain_table(columns, rows).splitlines()
+    lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
+    for phase, line in zip(forecast.phases, body, strict=True):
+        lines += [line, *(f"  {remark}" for remark in _remarks(phase))]
     handles = [
-        (each.name, *map(readable, (each.num_bytes, each.host_bytes, each.node_host_bytes)))
-        for each in forecast.handles
+        (handle.name, readable(handle.num_bytes), readable(handle.host_bytes))
+        for handle in forecast.handles
     ]
-    shown += [
-        *_troubles_at_first(forecast),
-        "",
-        plain_table(("handle", "device", "host, rank", "host, node"), handles),
-    ]
-    return "\n".join([*shown, "", *_sums(forecast)])
+    lines += _troubles_at_first(forecast)
+    lines += ["", plain_table(("handle", "device", "host"), handles), "", *_sums(forecast)]
+    return "\n".join(lines)
 
 
 def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
     `heads`: of the columns, such as policies with their options."""
-    sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
-    sums |= {
-        "host, this rank": "host_bytes",
-        "host, node": "node_host_bytes",
-        "disk, this rank": "disk_bytes",
-    }
-    columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]
-    for head, each in zip(heads, forecasts, strict=True):
-        device = [
-            readable(phase.device_bytes) if phase.fits else "refused" for phase in each.phases
+    first_column = [*map(_name, forecasts[0].phases), "peak", "loaded", "offloaded", "host"]
+    columns = [["", *first_column, "stall", "fits"]]
+    for head, forecast in zip(heads, forecasts, strict=True):
+        sizes = [
+            readable(phase.device_bytes) if phase.fits else "refused" for phase in forecast.phases
         ]
-        stalls = [_seconds(phase.stall_seconds) for phase in each.phases]
-        fits = (
-            "yes"
-            if each.fits
-            else (f"no, {readable(each.over_bytes)} over")
-            if each.over_bytes
-            else "no"
-        )
-        columns.append(
-            [head, *device, *(readable(getattr(each, key)) for key in sums.values()), "", fits]
-        )
-        columns.append(["stall s", *stalls, *[""] * len(sums), _seconds(each.stall_seconds), ""])
+        sizes += map(readable, (forecast.peak_bytes, forecast.loaded_bytes))
+        sizes += map(readable, (forecast.offloaded_bytes, forecast.host_bytes))
+        fits = "yes"
+        if not forecast.fits:
+            over = forecast.over_bytes
+            fits = f"no, {readable(over)} over" if over else "no"
+        columns.append([head, *sizes, "", fits])
+        stalls = [_seconds(phase.stall_seconds) for phase in forecast.phases]
+        columns.append(["stall s", *stalls, *[""] * 4, _seconds(forecast.stall_seconds), ""])
     names, *rows = zip(*columns, strict=True)
     lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
-    lines += [
-        f"note: {note}"
-        for note in dict.fromkeys(
-            note for each in forecasts for note in (*each.refused_registrations, *each.notes)
-        )
-    ]
-    return "\n".join(lines)
+    notes = dict.fromkeys(note for forecast in forecasts for note in forecast.notes)
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 def _name(phase: PhaseForecast) -> str:
     return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
 
 
-def _troubles(phase: PhaseForecast) -> list[str]:
+def _trouble(phase: PhaseForecast) -> str:
+    """Why a phase has no plan or does not fit; empty where it does."""
     if phase.problem:
-        return [f"no plan: {phase.problem}"]
-    if phase.over_bytes:
-        return [
-            (
-                f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} "
-                f"({phase.over_bytes:,} bytes) too many"
-            )
-        ]
-    said = (
-        [(f"{readable(phase.prefetched_bytes)} of what it loads came early")]
-        if phase.prefetched_bytes
-        else []
+        return f"no plan: {phase.problem}"
+    if not phase.over_bytes:
+        return ""
+    return (
+        f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} "
+        f"({phase.over_bytes:,} bytes) too many"
     )
+
+
+def _remarks(phase: PhaseForecast) -> list[str]:
+    if trouble := _trouble(phase):
+        return [trouble]
+    remarks = []
+    if phase.prefetched_bytes:
+        remarks.append(f"{readable(phase.prefetched_bytes)} of what it loads came early")
     if phase.streamed_bytes:
-        said.append(
+        remarks.append(
             f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by "
             "optimizers"
         )
-    if phase.disk_written_bytes or phase.disk_read_bytes:
-        waited = (
-            (f", {readable(phase.disk_waited_bytes)} of it waited for")
-            if phase.disk_waited_bytes
-            else ""
-        )
-        said.append(
-            f"disk: {readable(phase.disk_written_bytes)} written, "
-            f"{readable(phase.disk_read_bytes)} read{waited}"
-        )
-    return said + (
-        [(f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside")]
-        if phase.gradient_bytes
-        else []
-    )
+    if phase.gradient_bytes:
+        remarks.append(f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside")
+    return remarks
 
 
 def _troubles_at_first(forecast: Forecast) -> list[str]:
     """Lines about phases that fail in the first step alone, or at registration."""
-    if forecast.fits or any(not each.fits for each in forecast.phases):
+    if forecast.fits or any(not phase.fits for phase in forecast.phases):
         return []
-    if forecast.refused_registrations:
-        return ["", "registration is refused:", *forecast.refused_registrations]
     troubles = [
-        f"{_name(each)}: {text}"
-        for each in forecast.first_phases
-        if not each.fits
-        for text in _troubles(each)
+        f"{_name(phase)}: {_trouble(phase)}" for phase in forecast.first_phases if not phase.fits
     ]
-    return [
-        "",
-        ("in the first step, or at registration:"),
-        *(troubles or [(f"{readable(forecast.over_bytes)} too many")]),
-    ]
+    if not troubles:
+        troubles = [f"{readable(forecast.over_bytes)} too many"]
+    return ["", "in the first step, or at registration:", *troubles]
 
 
 def _sums(forecast: Forecast) -> list[str]:
-    lines = [
-        (f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)")
-    ]
-    on_disk = (
-        (f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node")
-        if forecast.disk_bytes
-        else "none"
-    )
-    host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
-    lines.append(f"host memory           {host}; on disk: {on_disk}")
-    lines.append(f"of a node             {_node(forecast)}")
-    per = "a step" if forecast.first_phases else "in all"
-    lines.append(
-        f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, "
-        f"{readable(forecast.offloaded_bytes)} offloaded"
-    )
-    stall = forecast.stall_seconds
-    lines.append(
-        f"stall {per:<15} {_seconds(stall, ' s')}"
-        + ((" (no link given: see placement doctor --json)") if stall is None else "")
-    )
+    loaded, offloaded = readable(forecast.loaded_bytes), readable(forecast.offloaded_bytes)
+    stall = _seconds(forecast.stall_seconds, " s")
+    if forecast.stall_seconds is None:
+        stall += " (no link given: see placement doctor --json)"
     verdict = "everything fits" if forecast.budget_bytes is not None else "no budget given"
     if not forecast.fits:
-        verdict = (
-            (f"it does not fit: {readable(forecast.over_bytes)} too many")
-            if forecast.over_bytes
-            else "it does not fit"
-        )
-    return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
-
-
-def _node(forecast: Forecast) -> str:
-    """The host memory and the disk of a node, by kind, and what of it does not fit."""
-    copies, kind = forecast.node_host_bytes - forecast.node_mirror_bytes, "page-locked"
-    if forecast.pageable_reason is not None:
-        kind = f"pageable ({forecast.pageable_reason})"
-    said = (
-        f"{readable(copies)} {kind}, {readable(forecast.node_mirror_bytes)} engines' mirrors, "
-        f"{readable(forecast.node_disk_bytes)} on disk"
-    )
-    over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
-    return "; ".join(
-        [
-            said,
-            *(
-                (f"does not fit: {readable(nbytes)} too many for its {name}")
-                for name, nbytes in over.items()
-                if nbytes
-            ),
-        ]
-    )
+        over = forecast.over_bytes
+        verdict = f"it does not fit: {readable(over)} too many" if over else "it does not fit"
+    return [
+        f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)",
+        f"host memory           {readable(forecast.host_bytes)} a rank",
+        f"moved a step          {loaded} loaded, {offloaded} offloaded",
+        f"stall a step          {stall}",
+        *(f"note: {note}" for note in forecast.notes),
+        verdict,
+    ]
 
 
 def _seconds(seconds: float | None, unit: str = "") -> str:
@@ -554,8 +373,8 @@ def explain(
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
 ) -> tuple[int, str]:
-    """A policy's table of phases and handles for the `sample`. The status with it is 1 where a
-    phase has no plan or does not fit, else 0.
+    """A policy's table of phases and handles for the worker of `register_sample`. The status with
+    it is 1 where a phase has no plan or does not fit, else 0.
 
     The rows follow one another as in a step that is repeated, and are those of the steady state: a
     policy may keep handles that are on the device already, and learn what comes next.
@@ -563,7 +382,7 @@ def explain(
     own = phases or {}
     cycle = [*_SAMPLE_CYCLE, *(name for name in own if name not in PHASES)]
     found = forecasting.forecast(
-        sample(),
+        register_sample,
         policy=policy,
         cycle=cycle,
         budget_bytes=budget_bytes,
@@ -571,7 +390,7 @@ def explain(
         phases=own,
     )
     refused = {
-        each.phase: (f"{each.phase}: {_troubles(each)[0]}")
+        each.phase: f"{each.phase}: {_trouble(each)}"
         for each in (*found.first_phases, *found.phases)
         if not each.fits
     }
@@ -607,20 +426,24 @@ def explain(
     return int(bool(refused)), "\n".join(lines)
 
 
-def sample() -> dict[str, forecasting.Model | forecasting.Rollout]:
+def register_sample(run: forecasting.Run) -> None:
     """One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a
     rollout engine on the same GPU."""
     import torch
 
-    with torch.device("meta"):
-        # 7.6 billion parameters / 8
-        model = torch.nn.ParameterList(
-            torch.empty(19 << 19, dtype=torch.bfloat16) for _ in range(97)
-        )
-    trained = forecasting.Model(model, optimizer="adamw-master")
-    frozen = forecasting.Model(model, readonly=True)
+    from placement.forecasting.config import OPTIMIZERS
+
+    for role in ("actor", "ref", "critic", "reward"):
+        with torch.device("meta"):
+            # 7.6 billion parameters / 8
+            model = torch.nn.ParameterList(
+                torch.empty(19 << 19, dtype=torch.bfloat16) for _ in range(97)
+            )
+        run.register(role, model, role=role, readonly=role not in _TRAINED)
+        if role in _TRAINED:
+            run.register(f"{role}.optimizer", OPTIMIZERS["adamw-master"](model.parameters()))
     engine = forecasting.Rollout(weights_bytes="14GiB", kv_cache_bytes="50GiB")
-    return {"actor": trained, "ref": frozen, "critic": trained, "reward": frozen, "rollout": engine}
+    run.register("rollout", engine, role="rollout")
 
 
 def _states_row(phase: PhaseForecast, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -125,9 +125,6 @@ class Settings(BaseModel):
     budget_bytes: Bytes | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; "12GiB" works too. None: derived from
     measured free memory."""
-    streamed_bucket_bytes: Bytes = Field(default=512 << 20, gt=0)
-    """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB"
-    works too. A step holds three of them."""
     pinned_limit_bytes: Bytes | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond
     it stays pageable. None: no limit."""
@@ -152,12 +149,8 @@ class Settings(BaseModel):
     """Whether moved bytes are compared with the bytes that were sent, to find bad memory. "always"
     makes a load wait for its last byte, so it is not the default: links and server memory check
     themselves."""
-    headroom: float = Field(default=0.2, ge=0, lt=1)
-    """The fraction of free memory left to other users in a phase that has not run yet."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
-    run: str | None = None
-    """The run's name in that folder. None: the name that torchrun or Slurm gives."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
@@ -277,7 +270,6 @@ class SettingsKeywords(TypedDict, total=False):
     """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be
     written; `Settings` says what they mean."""
 
-    streamed_bucket_bytes: int | str
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
     disk_directory: str | os.PathLike[str] | None
@@ -285,9 +277,7 @@ class SettingsKeywords(TypedDict, total=False):
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify
-    headroom: float
     discovery: str | None
-    run: str | None
     turns: bool | str | os.PathLike[str] | None
     turn_deadline_seconds: float
 

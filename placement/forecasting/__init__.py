@@ -8,32 +8,19 @@ from typing import TYPE_CHECKING
 from placement.core import on_demand as _on_demand
 
 if TYPE_CHECKING:
-    from placement.forecasting.description import (
-        Forecast,
-        HandleForecast,
-        Layout,
-        Link,
-        PhaseForecast,
-    )
-    from placement.forecasting.job import Model, Rollout, forecast
+    from placement.forecasting.description import Forecast, HandleForecast, Link, PhaseForecast
+    from placement.forecasting.job import forecast
+    from placement.forecasting.run import Run
+    from placement.forecasting.stand_ins import Rollout
 
-__all__ = [
-    "Forecast",
-    "HandleForecast",
-    "Layout",
-    "Link",
-    "Model",
-    "PhaseForecast",
-    "Rollout",
-    "forecast",
-]
+__all__ = ["Forecast", "HandleForecast", "Link", "PhaseForecast", "Rollout", "Run", "forecast"]
 
 __getattr__ = _on_demand(
     __name__,
     {
-        **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
-        **dict.fromkeys(
-            ("Forecast", "HandleForecast", "Layout", "Link", "PhaseForecast"), "description"
-        ),
+        **dict.fromkeys(("Forecast", "HandleForecast", "Link", "PhaseForecast"), "description"),
+        "Rollout": "stand_ins",
+        "Run": "run",
+        "forecast": "job",
     },
 )

@@ -1,5 +1,5 @@
-"""The facts about a job beside its models (the phases of a step, the parallel layout, the link),
-and the forecast as data.
+"""The facts about a job beside what it registers (the phases of a step, the link), and the forecast
+as data.
 
 A `Forecast` is immutable, and JSON by `model_dump_json()`.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from placement.core.settings import nearest
-from placement.core.snapshot import Frozen, LinkRates, TransitionSeconds
+from placement.core.snapshot import Frozen, TransitionSeconds
 from placement.core.states import IDLE, PHASES, OwnPhases, State
 
 CYCLES: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +23,6 @@ CYCLES: Mapping[str, tuple[str, ...]] = {
     "ppo": ("rollout", "reward", "log_prob", "values", "train", "weight_sync"),
 }
 """The steps that have a name."""
-_PHASE = re.compile(r"([^\[\]]+?)\s*(?:\[([^\[\]]*)\])?")
 
 
 class Phase(NamedTuple):
@@ -36,7 +33,7 @@ class Phase(NamedTuple):
     """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
 
 
-def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -> tuple[Phase, ...]:
+def cycle_of(cycle: str | Sequence[str], own: OwnPhases | None = None) -> tuple[Phase, ...]:
     """The phases of one step, in order: of a name of `CYCLES`, or as given, such as
     "log_prob[actor+ref]" for a phase with `only`.
 
@@ -44,108 +41,24 @@ def cycle_of(cycle: str | Sequence[str | Phase], own: OwnPhases | None = None) -
     of switching. Raises ValueError: a phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
-        cycle = (
-            CYCLES[cycle]
-            if cycle in CYCLES
-            else [each for each in cycle.split(",") if each.strip()]
-        )
+        cycle = CYCLES.get(cycle) or [word for word in cycle.split(",") if word.strip()]
     known = (*PHASES, *(own or {}))
-    phases = tuple(each if isinstance(each, Phase) else _phase(each) for each in cycle)
-    for each in phases:
-        if each.name not in known:
-            hint = nearest(each.name, (*known, *CYCLES) if len(phases) == 1 else known)
+    phases = []
+    for word in cycle:
+        name, has_handles, handles = word.strip().removesuffix("]").partition("[")
+        name = name.strip()
+        if name not in known:
             raise ValueError(
-                f"unknown phase {each.name!r}{hint or ';'} known: {', '.join(known)}. Declare your "
-                "own in Settings.phases"
+                f"unknown phase {name!r}{nearest(name, (*known, *CYCLES)) or ';'} known: "
+                f"{', '.join(known)}. Declare your own in Settings.phases"
             )
+        only = tuple(handle.strip() for handle in handles.split("+")) if has_handles else None
+        phases.append(Phase(name, only))
     while phases and phases[-1].name == IDLE:  # the step ends there anyway
-        phases = phases[:-1]
+        phases.pop()
     if not phases:
         raise ValueError("the cycle has no phase; give at least one")
-    return phases
-
-
-def _phase(text: str) -> Phase:
-    match = _PHASE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"{text!r} is no phase; write 'train', or 'log_prob[actor+ref]' for the named handles "
-            "only"
-        )
-    only = (
-        None
-        if match[2] is None
-        else tuple(name.strip() for name in match[2].split("+") if name.strip())
-    )
-    return Phase(match[1], only)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How the trained models are divided among GPUs. One rank has one GPU.
-
-    Raises:
-        ValueError: a number is below 1, or the ranks do not fill their nodes.
-    """
-
-    data_parallel: int = 1
-    """Replicas, each with all bytes. It changes no rank's bytes."""
-    shards: int = 1
-    """Ranks that share each parameter, as FSDP2 does: every one holds a part of its first
-    dimension."""
-    tensor_parallel: int = 1
-    """Ranks that share each layer, as the model's own tensor-parallel plan says."""
-    gpus_per_node: int = 8
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{each.name} must be a whole number from 1 on, not {value!r}")
-        if self.ranks > self.gpus_per_node and self.ranks % self.gpus_per_node:
-            raise ValueError(
-                f"{self.ranks} ranks (data_parallel {self.data_parallel} x shards {self.shards} x "
-                f"tensor_parallel {self.tensor_parallel}) do not fill nodes of "
-                f"{self.gpus_per_node} GPUs; change one of them"
-            )
-
-    @property
-    def ranks(self) -> int:
-        return self.data_parallel * self.shards * self.tensor_parallel
-
-    @property
-    def ranks_per_node(self) -> int:
-        return min(self.ranks, self.gpus_per_node)
-
-    def part_of(
-        self, name: str, shape: tuple[int, ...], split_dimension: int | None
-    ) -> tuple[int, ...]:
-        """The shape of the first rank's part of a parameter. No other rank's part is larger.
-
-        Args:
-            split_dimension: the dimension that tensor parallelism divides; None: it divides none.
-
-        Raises:
-            ValueError: tensor parallelism does not divide the dimension, or there is none to shard.
-        """
-        part = list(shape)
-        if split_dimension is not None and self.tensor_parallel > 1:
-            if part[split_dimension] % self.tensor_parallel:
-                raise ValueError(
-                    f"tensor_parallel {self.tensor_parallel} does not divide dimension "
-                    f"{split_dimension} of {name!r}, of shape {shape}; choose a divisor"
-                )
-            part[split_dimension] //= self.tensor_parallel
-        if self.shards > 1:
-            if not part:
-                raise ValueError(
-                    f"{name!r} has no dimension, so it cannot be sharded; use shards=1"
-                )
-            part[0] = -(-part[0] // self.shards)
-        return tuple(part)
-
-
-ALONE = Layout()  # the layout of a model that every rank holds whole
+    return tuple(phases)
 
 
 class Link(Frozen):
@@ -162,10 +75,6 @@ class Link(Frozen):
     free_bytes: int | None = None
     """Free bytes of the device; None: not known. So with the following."""
     chunk_bytes: int | None = None
-    host_available_bytes: int | None = None
-    disk_free_bytes: int | None = None
-    pageable_reason: str | None = None
-    """Why the machine's host memory is not page-locked; None: it is, or nobody has looked."""
     transitions: TransitionSeconds | None = None
     """The seconds that phase transitions take on top of the copies; None: none."""
 
@@ -185,15 +94,9 @@ class Link(Frozen):
         path = Path(source)
         advice = "write one with: placement doctor --json > doctor.json"
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                **found["link"],
-                **{
-                    name: found.get(name)
-                    for name in cls.model_fields
-                    if name not in LinkRates.model_fields
-                },
-            )
+            measured: Any = json.loads(path.read_text(encoding="utf-8"))
+            names = ("free_bytes", "chunk_bytes", "transitions")
+            return cls(**measured["link"], **{name: measured.get(name) for name in names})
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no file {path}; {advice}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -208,30 +111,23 @@ class Link(Frozen):
             return 0.0
         if not (loaded_bytes or offloaded_bytes or skipped_bytes):
             return beside.alone
-        loaded, offloaded = (
-            loaded_bytes * beside.loaded_byte,
-            offloaded_bytes * beside.offloaded_byte,
+        return (
+            beside.moving
+            + loaded_bytes * beside.loaded_byte
+            + offloaded_bytes * beside.offloaded_byte
+            + skipped_bytes * beside.skipped_byte
         )
-        return beside.moving + loaded + offloaded + skipped_bytes * beside.skipped_byte
 
 
 class HandleForecast(Frozen):
     """One handle of a forecast, in the steady state."""
 
     name: str
-    kind: str
-    role: str | None
-    readonly: bool
-    owners: tuple[str, ...] = ()
     num_bytes: int
     """Device bytes that it needs while it is on the device."""
     host_bytes: int
-    """Host bytes of this rank's host copy."""
-    node_host_bytes: int
-    """Host bytes of the host copies of all ranks of a node."""
-    mirror_bytes: int = 0
-    """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps by
-    itself."""
+    """Host bytes of its host copy; of an engine, those of its mirror: the copy of its weights that
+    it keeps by itself."""
 
 
 class PhaseForecast(Frozen):
@@ -266,17 +162,10 @@ class PhaseForecast(Frozen):
     """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy
     (`optimizer_in="streamed"`)."""
     host_bytes: int
-    """Host bytes of this rank's host copies that are in host memory, at their most."""
-    disk_bytes: int = 0
-    """Bytes of this rank's files on disk."""
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_waited_bytes: int = 0
-    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while
-    phases compute."""
+    """Host bytes of the host copies."""
     stall_seconds: float | None = None
-    """How long the moves take and streamed steps keep the link busy, without waits for the disk;
-    None if the link is not known."""
+    """How long the moves take and streamed steps keep the link busy; None if the link is not
+    known."""
     work_seconds: float | None = None
     """The given duration of the work itself; None if it was not given."""
 
@@ -289,37 +178,17 @@ class Forecast(Frozen):
     """Device bytes that the handles may hold together; None: no limit was given."""
     phases: tuple[PhaseForecast, ...]
     """One cycle in the steady state; the last entry is the phase "idle", outside all others."""
-    first_phases: tuple[PhaseForecast, ...] = ()
+    first_phases: tuple[PhaseForecast, ...]
     """The first cycle, in which optimizer state is created."""
     handles: tuple[HandleForecast, ...]
     peak_bytes: int
     """The most device bytes that the handles hold together."""
     host_bytes: int
-    """The most host bytes of this rank's host copies."""
-    node_host_bytes: int
-    """Host bytes of the host copies of all ranks of a node, with the engines' mirrors."""
-    node_mirror_bytes: int = 0
-    """The part of `node_host_bytes` that is engines' mirrors."""
-    pageable_reason: str | None = None
-    """Why the other part is not page-locked, so that copies are slow; None: it is, or nobody has
-    looked."""
-    disk_bytes: int = 0
-    """The most bytes of this rank's files on disk."""
-    node_disk_bytes: int = 0
-    """Bytes of the files of all ranks of a node."""
+    """The most host bytes of the host copies. A node needs as many for each of its ranks."""
     fits: bool
     """Whether every registration and every phase fits, the first cycle included."""
-    refused_registrations: tuple[str, ...] = ()
-    """Why the limit on host memory refuses registrations, a sentence for each; empty where it
-    refuses none."""
     over_bytes: int = 0
     """Bytes by which the largest phase misses the budget."""
-    over_host_bytes: int = 0
-    """Bytes by which `node_host_bytes` misses the host memory that the link's file says is
-    available; 0 if it fits or is not known."""
-    over_disk_bytes: int = 0
-    """Bytes by which `node_disk_bytes` misses the disk that the link's file says is free; 0 if it
-    fits or is not known."""
     stall_seconds: float | None
     """How long the moves of all `phases` take together; None if the link is not known."""
     loaded_bytes: int
@@ -334,9 +203,7 @@ class Forecast(Frozen):
         Raises:
             KeyError: there is none.
         """
-        if (found := next((each for each in self.phases if each.phase == name), None)) is not None:
-            return found
-        raise KeyError(
-            f"no phase {name!r}; there are "
-            f"{', '.join(dict.fromkeys(each.phase for each in self.phases))}"
-        )
+        for phase in self.phases:
+            if phase.phase == name:
+                return phase
+        raise KeyError(f"no phase {name!r}; there are {', '.join(p.phase for p in self.phases)}")

@@ -11,19 +11,16 @@ import itertools
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from placement.core.errors import HostMemoryError
 from placement.core.interrupts import BackgroundThread, is_background
-from placement.core.states import IDLE, WEIGHTS
+from placement.core.states import WEIGHTS
 from placement.devices.base import Device, check_slots, round_up
 from placement.devices.cuda.device import CHUNK_BYTES
-from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.slab import Slab
 from placement.devices.memory import (
     Addresses,
@@ -98,22 +95,12 @@ class SizedSlab(Slab):
 
     has_views = False
 
-    def __init__(self, nbytes: int, writes: Mapping[int, int]) -> None:
+    def __init__(self, nbytes: int) -> None:
         super().__init__(0)
-        self.address, self.nbytes, self._writes = _take(nbytes), nbytes, writes
-
-    @property
-    def writes(self) -> list[int]:
-        """How often the device has copied to each block, in the blocks of a file on disk."""
-        return [self._writes.get(block, 0) for block in _blocks(self.address, self.nbytes)]
+        self.address, self.nbytes = _take(nbytes), nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        self.before_use()
         return sized((nbytes,), address=self.address + offset)
-
-
-def _blocks(address: int, nbytes: int) -> range:
-    return range(address // BLOCK_BYTES, -(-(address + nbytes) // BLOCK_BYTES))
 
 
 class _Mark(Mark):
@@ -190,10 +177,6 @@ class SizesDevice(Device):
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
         # how often the bytes of a slot were changed, by the slot's number
         self._writes: dict[int, int] = {}
-        # how often the bytes of a block of host memory were copied to, by the block's number
-        self._host_writes: Counter[int] = Counter()
-        # the first and the last address of what comes over the link in part, and the part
-        self._shares: list[tuple[int, int, float]] = []
         self._moved = threading.Condition()
         # the marks that threads of the manager's wait for, by the thread
         self._awaited: dict[int, _Mark] = {}
@@ -221,14 +204,6 @@ class SizesDevice(Device):
         for tensor in tensors:
             for slot in self._slots(tensor):
                 self._writes[slot] = self._writes.get(slot, 0) + 1
-
-    def share(self, tensor: torch.Tensor, sharers: int) -> None:
-        """Let only this rank's part of the range that has this tensor go over the link: the other
-        ranks bring theirs."""
-        slots = self._slots(tensor)
-        self._shares.append(
-            (slots.start * self.chunk_bytes, slots.stop * self.chunk_bytes, 1 / sharers)
-        )
 
     def _slots(self, tensor: torch.Tensor) -> range:
         """The slots that hold anything of a tensor's storage. Each is of one range alone."""
@@ -262,7 +237,7 @@ class SizesDevice(Device):
     # --- the contract of `Device`
 
     def host(self, nbytes: int) -> HostSlab:
-        return SizedSlab(nbytes, self._host_writes)
+        return SizedSlab(nbytes)
 
     def shared_host(
         self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
@@ -291,15 +266,8 @@ class SizesDevice(Device):
             self._chunks.discard(chunk)  # type: ignore[arg-type]  # another device's is not in it
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        for each in copies if direction == "to_host" else ():
-            self._host_writes.update(_blocks(each.host_address, each.nbytes))
-        for each in copies:
-            part = next(
-                (part for first, last, part in self._shares if first <= each.device_address < last),
-                1.0,
-            )
-            with self._moved:
-                self._copies.queued[direction] += each.nbytes * part
+        with self._moved:
+            self._copies.queued[direction] += sum(each.nbytes for each in copies)
 
     def order(self, direction: Direction | None = None) -> None:
         directions: tuple[Direction, ...] = (
@@ -383,14 +351,18 @@ class SizedModule(torch.nn.Module):
     def trained(self) -> list[torch.nn.Parameter]:
         return [each for each in self.parameters() if each.requires_grad]
 
+    def empty(self) -> None:
+        """Take every tensor out, so that no value is handed back that does not exist."""
+        for each in self.tensors:
+            each.grad = None
+            each.data = torch.empty(0, dtype=each.dtype, device="cpu")
+
 
 @allow
 class SizedOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps create state, and compute nothing."""
 
-    def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], state_of: StateOf = lambda _: {}
-    ) -> None:
+    def __init__(self, parameters: Iterable[Any], state_of: StateOf = lambda _: {}) -> None:
         # The default is for the twin that a manager makes: its groups bring their own.
         super().__init__(parameters, {"state_of": state_of})
 
@@ -414,6 +386,10 @@ class SizedOptimizer(torch.optim.Optimizer):
         """The state that exists, without counters."""
         return [each for state in self.state.values() for each in state.values() if each.dim()]
 
+    def empty(self) -> None:
+        """Take the state out, so that no value is handed back that does not exist."""
+        self.state.clear()
+
 
 class SizedEngine(TaggedEngine):
     """A rollout engine that places its own memory. Its copies of the weights take the time of the
@@ -431,8 +407,6 @@ class SizedEngine(TaggedEngine):
         )
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
-        self.phase = IDLE  # the phase that is about to begin
-        self.woken_in: set[str] = set()  # the phases that weights were loaded for
 
     def offload(self, tags: Collection[str]) -> None:
         """Copy the weights to the host, if they leave and are kept."""
@@ -440,7 +414,6 @@ class SizedEngine(TaggedEngine):
 
     def load(self, tags: Collection[str]) -> None:
         """Copy the weights to the device, if they come and were kept."""
-        self.woken_in |= {self.phase} if WEIGHTS in tags else set()
         self._device.transfer(self._copied_bytes * (WEIGHTS in tags), "to_device")
 
     def drain(self) -> None:
@@ -451,29 +424,3 @@ class SizedEngine(TaggedEngine):
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """No bucket is ever sent."""
-
-
-@dataclass
-class Object:
-    """An object to register, and what a run has to know of it besides."""
-
-    name: str
-    target: SizedModule | SizedOptimizer | SizedEngine
-    role: str | None = None
-    readonly: bool = False
-    # how many ranks share the host copy, of which each has a part that it loads over its own link
-    sharers: int | None = None
-    keeps_gradients: bool = False  # whether the gradients of a module are alive when training ends
-
-    def own(self, nbytes: int) -> int:
-        return -(-nbytes // (self.sharers or 1))
-
-    def empty(self) -> None:
-        """Take everything out of the target, so that nobody tries to hand back values that do not
-        exist."""
-        if isinstance(self.target, SizedOptimizer):
-            self.target.state.clear()
-        elif isinstance(self.target, SizedModule):
-            for each in self.target.tensors:
-                each.grad = None
-                each.data = torch.empty(0, dtype=each.dtype, device="cpu")

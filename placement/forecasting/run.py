@@ -4,35 +4,30 @@ holds, moves and takes."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from placement.core.errors import DeviceMemoryError, HostMemoryError, PhaseError, PlacementError
+import torch
+
+from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
-from placement.devices.base import round_up
-from placement.devices.host.disk_file import DiskFile, GoesOn, always
-from placement.devices.host.slab import PAGE, Slab
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import (
-    Object,
     SizedEngine,
     SizedModule,
     SizedOptimizer,
-    SizedSlab,
     SizesDevice,
     sized,
 )
+from placement.forecasting.stand_ins import Rollout, module_without_bytes, optimizer_without_bytes
 from placement.manager import Manager
-from placement.planning.host_tier import DiskTier, HostShare
 from placement.planning.planner import ask_policy, check_fits, handle_view
 from placement.registration.handle import Handle
-from placement.storage.disk import Keeper, Place, Spill
-from placement.storage.managed import ManagedStorage
 
 _NESTED = {"optimizer_step": "train"}  # phases that workers open inside another one
 _MOST_CYCLES = 8  # a policy that has not settled after so many steps is shown as it is then
-_NO_LIMIT = 1 << 62  # the bytes where no budget, or no limit on host memory, is given
+_NO_LIMIT = 1 << 62  # the bytes where no budget is given
 
 
 class Moved(NamedTuple):
@@ -42,8 +37,6 @@ class Moved(NamedTuple):
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     prefetched_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
 
     @classmethod
     def total(cls, each: Iterable[Moved]) -> Moved:
@@ -74,54 +67,75 @@ class Asked:
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """One worker that only has sizes, under a real manager.
+    """A worker that only has sizes, under a real manager. `placement.forecast` makes it, and calls
+    the worker's own function with it.
 
-    The objects are in registration order; `names` are those of all phases that come. `work_seconds`
-    and `steps` (of optimizers) are by phase. Beyond `host_limit_bytes` host copies are on disk. The
-    settings are the manager's `worker_role` and `phases`.
+    `shards`: the ranks that share each parameter. `work_seconds` are by phase. The settings are the
+    manager's `worker_role` and `phases`.
     """
 
     def __init__(
         self,
         policy: Policy,
         device: SizesDevice,
-        objects: Iterable[Object],
-        names: Iterable[str],
         *,
+        shards: int = 1,
         budget_bytes: int | None,
         work_seconds: Mapping[str, float] | None = None,
-        steps: Mapping[str, int] | None = None,
-        host_limit_bytes: int | None = None,
         **settings: Any,
     ) -> None:
         self._asked = Asked(policy)
         self._budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
-        outer = dict.fromkeys((_NESTED[name] for name in names if name in _NESTED), 0)
-        self._steps, self._work_seconds = {**outer, **(steps or {})}, dict(work_seconds or {})
-        self._device = device
-        self._objects: dict[str, Object] = {}
+        self._work_seconds = dict(work_seconds or {})
+        self._device, self._shards = device, shards
+        self._objects: dict[str, SizedModule | SizedOptimizer | SizedEngine] = {}
+        # the parameter without bytes for each parameter of a registered module
+        self._stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._outer: set[str] = set()  # the phases whose optimizer step is in one inside them
         self._manager = Manager(
             device=device,
             policy=self._asked,
             budget_bytes=max(1, self._budget_bytes),
             **settings,
         )
-        self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes
-        self._tier = CountedTier(self._manager, self._host_limit_bytes, self._shared_part)
-        try:
-            for each in objects:
-                self._objects[each.name] = each
-                self._manager.register(
-                    each.name, each.target, role=each.role, readonly=each.readonly
-                )
-                if isinstance(each.target, SizedModule) and each.sharers is not None:
-                    for tensor in each.target.tensors:
-                        device.share(tensor, each.sharers)
-        except BaseException:
-            self.__exit__()
-            raise
-        self._asked.is_registering = False
-        self._counters = self._count()
+
+    def register(
+        self,
+        name: str,
+        target: torch.nn.Module | torch.optim.Optimizer | Rollout,
+        *,
+        role: str | None = None,
+        readonly: bool = False,
+    ) -> Handle:
+        """Register an object as `Manager.register` does. A stand-in without bytes takes its place.
+
+        Args:
+            target: a module, best on the meta device; a torch optimizer over parameters of modules
+                that are registered already; or a `Rollout`.
+
+        Raises:
+            ValueError: the module has no tensors or cannot be sharded, or the optimizer's state is
+                not known without values.
+            TypeError: the target is something else.
+            RegistrationError: as `Manager.register`.
+        """
+        stand_in: SizedModule | SizedOptimizer | SizedEngine
+        if isinstance(target, torch.nn.Module):
+            stand_in, parameters = module_without_bytes(name, target, self._shards)
+            # a module that is registered twice: an optimizer steps the one before it
+            self._stand_ins |= parameters
+        elif isinstance(target, torch.optim.Optimizer):
+            stand_in = optimizer_without_bytes(name, target, self._stand_ins)
+        elif isinstance(target, Rollout):
+            stand_in = SizedEngine(self._device, target.tags, keeps_weights=target.keeps_weights)
+        else:
+            raise TypeError(
+                f"{name!r} is an object of {type(target).__name__}; a forecast knows modules, "
+                "torch optimizers and Rollout(...)"
+            )
+        handle = self._manager.register(name, stand_in, role=role, readonly=readonly)
+        self._objects[name] = stand_in
+        return handle
 
     def __exit__(self, *_: object) -> None:
         """End the run. Nothing may be handed back, because there are no values."""
@@ -130,41 +144,25 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 self._try_to_enter(Phase(IDLE))
         finally:
             for each in self._objects.values():
-                each.empty()
+                if not isinstance(each, SizedEngine):
+                    each.empty()
             self._manager.close()
 
     # --- the forecast
 
-    def in_the_steady_state(
-        self, cycle: Sequence[Phase], ranks_per_node: int, notes: Sequence[str]
-    ) -> Forecast:
+    def in_the_steady_state(self, cycle: Sequence[Phase], notes: Sequence[str]) -> Forecast:
         """The forecast of a step that is repeated: its first run and, once two runs are alike, the
         steady one. Raises PhaseError: a phase's `only` names a handle that there is not."""
+        if not self._objects:
+            raise ValueError("there is no handle to forecast; register at least one model")
+        self._asked.is_registering = False
+        self._counters = self._count()
+        self._outer = {_NESTED[phase.name] for phase in cycle if phase.name in _NESTED}
         cycles: list[tuple[PhaseForecast, ...]] = []
         while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
             cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
         first, phases = cycles[0], cycles[-1]
-        if over := [each for each in (*first, *phases) if each.host_bytes > self._host_limit_bytes]:
-            names, most = (
-                ", ".join(dict.fromkeys(each.phase for each in over)),
-                max(each.host_bytes for each in over),
-            )
-            notes = [
-                *notes,
-                (
-                    f"in {names} so much is needed at once that host memory goes over the limit, "
-                    f"up to {most:,} bytes"
-                ),
-            ]
         stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
-        handles = self._handles(ranks_per_node)
-        shared_bytes = sum(
-            each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles
-        )
-        host_bytes, disk_bytes = (
-            max(getattr(each, name) for each in (*first, *phases))
-            for name in ("host_bytes", "disk_bytes")
-        )
         over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
         over_bytes += [
             max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes)
@@ -175,104 +173,65 @@ class Run(contextlib.AbstractContextManager["Run"]):
             budget_bytes=None if self._budget_bytes == _NO_LIMIT else self._budget_bytes,
             phases=phases,
             first_phases=first,
-            handles=handles,
+            handles=self._handles(),
             peak_bytes=self._manager.snapshot().peak_bytes,
-            host_bytes=host_bytes,
-            node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
-            node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
-            disk_bytes=disk_bytes,
-            node_disk_bytes=disk_bytes * ranks_per_node,
-            fits=not self._tier.refused
-            and not self._asked.unfit
-            and all(each.fits for cycle in cycles for each in cycle),
-            refused_registrations=tuple(self._tier.refused.values()),
+            host_bytes=max(phase.host_bytes for phase in (*first, *phases)),
+            fits=not self._asked.unfit and all(each.fits for cycle in cycles for each in cycle),
             over_bytes=max(over_bytes),
             stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
             **{
                 name: sum(getattr(each, name) for each in phases)
                 for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
             },
-            notes=(*notes, *self._idle_mirrors()),
+            notes=tuple(notes),
         )
 
-    def _handles(self, ranks_per_node: int) -> tuple[HandleForecast, ...]:
-        found = []
-        for name, view in self._views().items():
-            facts: dict[str, Any] = {
-                key: getattr(view, key)
-                for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")
-            }
-            handle = self._manager.handles[name]
-            host_bytes = self._tier.share_of(handle).total_bytes
-            node_bytes = (
-                host_bytes * ranks_per_node
-                if self._objects[name].sharers is None
-                else handle.host_bytes
+    def _handles(self) -> tuple[HandleForecast, ...]:
+        return tuple(
+            HandleForecast(
+                name=name,
+                num_bytes=view.num_bytes,
+                host_bytes=self._manager.handles[name].host_bytes,
             )
-            facts |= {
-                "host_bytes": host_bytes,
-                "node_host_bytes": node_bytes,
-                "mirror_bytes": handle.storage.mirror_bytes,
-            }
-            found.append(HandleForecast(**facts))
-        return tuple(found)
-
-    def _idle_mirrors(self) -> list[str]:
-        """Notes on engines that keep their weights on the host only for weight syncs to fill them
-        anew."""
-        engines = {
-            name: each.target
-            for name, each in self._objects.items()
-            if isinstance(each.target, SizedEngine)
-        }
-        return [
-            f"{name} keeps {engine.residency.mirror_bytes:,} bytes of weights a GPU on the host, "
-            "and each weight_sync fills them anew before use: discarding them (vLLM's level 2, "
-            "SGLang without --enable-weights-cpu-backup) spares that memory and its copies"
-            for name, engine in engines.items()
-            if engine.residency.mirror_bytes and engine.woken_in == {"weight_sync"}
-        ]
+            for name, view in self._views().items()
+        )
 
     # --- phases
 
     def _go(self, phase: Phase) -> PhaseForecast:
         """End the open phase, begin another one, and do its work; "idle" leaves all."""
         for each in self._objects.values():
-            if isinstance(each.target, SizedEngine):
+            if isinstance(each, SizedEngine):
                 # a weight sync fills what it discards, whatever phase does that in this cycle
-                each.target.residency.stale = None
-                each.target.phase = phase.name
-        self._tier.begin()
+                each.residency.stale = None
         began = self._device.seconds
         problem = self._try_to_enter(phase)
-        stall, moved, views = self._device.seconds - began, self._moved(), self._views()
+        stall_seconds, moved, views = self._device.seconds - began, self._moved(), self._views()
+        link = self._device.link
+        if link is not None:
+            managed = [
+                bytes_of_one
+                for name, bytes_of_one in moved.items()
+                if not isinstance(self._objects[name], SizedEngine)
+            ]
+            stall_seconds += link.seconds_beside(*Moved.total(managed)[:3])
         work_seconds = self._work_seconds.get(phase.name)
-        disk_waited_bytes, gradient_bytes, streamed = self._tier.waited_bytes, 0, Moved()
+        gradient_bytes, streamed = 0, Moved()
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
-            stall, streamed = (
-                stall + waited,
-                Moved.total(self._moved().values())._replace(prefetched_bytes=0),
-            )
+            stall_seconds += waited
+            streamed = Moved.total(self._moved().values())._replace(prefetched_bytes=0)
         else:
             wanted_bytes = getattr(problem, "wanted_bytes", None) or 0
-        if (link := self._device.link) is not None:
-            managed = Moved.total(
-                each
-                for name, each in moved.items()
-                if not isinstance(self._objects[name].target, SizedEngine)
-            )
-            stall += link.seconds_beside(*managed[:3])
-        held = {name: 0 if view.external else view.resident_bytes for name, view in views.items()}
+        is_unplanned = problem is not None and not isinstance(problem, DeviceMemoryError)
+        held = {name: view.resident_bytes for name, view in views.items()}
         return PhaseForecast(
             phase=phase.name,
             only=phase.only,
             fits=problem is None,
-            problem=""
-            if problem is None or isinstance(problem, DeviceMemoryError)
-            else f"{type(problem).__name__}: {problem}",
+            problem=f"{type(problem).__name__}: {problem}" if is_unplanned else "",
             wanted_bytes=wanted_bytes,
             over_bytes=max(0, wanted_bytes - self._budget_bytes),
             device_bytes=sum(held.values()),
@@ -281,10 +240,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             gradient_bytes=gradient_bytes,
             **Moved.total((*moved.values(), streamed))._asdict(),
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
-            host_bytes=self._tier.most_bytes(),
-            disk_bytes=sum(handle.disk_bytes for handle in self._manager.handles.values()),
-            disk_waited_bytes=disk_waited_bytes,
-            stall_seconds=None if link is None else round(stall, 9),
+            host_bytes=sum(handle.host_bytes for handle in self._manager.handles.values()),
+            stall_seconds=None if link is None else round(stall_seconds, 9),
             work_seconds=work_seconds,
         )
 
@@ -315,17 +272,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
         training = [
             self._objects[name] for name, view in views.items() if view.state is State.TRAINING
         ]
-        count = self._steps.get(phase, 1) if training else 0
-        waited = 0.0
-        for _ in range(count):
-            self._device.work(seconds / count)
-            began = self._device.seconds
+        self._device.work(seconds)
+        began = self._device.seconds
+        if training and phase not in self._outer:
             self._step(training)
-            waited += self._device.seconds - began
-        if not count:
-            self._device.work(seconds)
+        waited = self._device.seconds - began
         for name, view in views.items() if phase == "weight_sync" else ():
-            target = self._objects[name].target
+            target = self._objects[name]
             if (
                 view.role == "rollout"
                 and isinstance(target, SizedModule)
@@ -333,29 +286,26 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 and view.resident_bytes
             ):
                 self._device.change(*target.parameters())
-        return waited, sum(
-            each.nbytes
-            for made in training
-            if isinstance(made.target, SizedModule)
-            for each in made.target.trained
-        )
+        modules = [each for each in training if isinstance(each, SizedModule)]
+        return waited, sum(each.nbytes for module in modules for each in module.trained)
 
-    def _step(self, training: Sequence[Object]) -> None:
-        """One training step: gradients come, optimizers step, and values change."""
-        modules = [
-            (each, each.target.trained) for each in training if isinstance(each.target, SizedModule)
+    def _step(self, training: Sequence[SizedModule | SizedOptimizer | SizedEngine]) -> None:
+        """One training step: gradients come, optimizers step, values change, gradients go."""
+        parameters = [
+            parameter
+            for module in training
+            if isinstance(module, SizedModule)
+            for parameter in module.trained
         ]
-        for _, trained in modules:
-            for parameter in trained:
-                parameter.grad = sized(parameter.shape, parameter.dtype)
-        for each in training:
-            if isinstance(each.target, SizedOptimizer):
-                each.target.step()
-                self._device.change(*each.target.tensors)
-        for each, trained in modules:
-            self._device.change(*trained)
-            for parameter in [] if each.keeps_gradients else trained:
-                parameter.grad = None
+        for parameter in parameters:
+            parameter.grad = sized(parameter.shape, parameter.dtype)
+        for optimizer in training:
+            if isinstance(optimizer, SizedOptimizer):
+                optimizer.step()
+                self._device.change(*optimizer.tensors)
+        self._device.change(*parameters)
+        for parameter in parameters:
+            parameter.grad = None
 
     # --- counting
 
@@ -363,159 +313,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
-        names = (
-            "loaded_bytes",
-            "offloaded_bytes",
-            "skipped_bytes",
-            "prefetch_used_bytes",
-            "spilled_bytes",
-            "disk_read_bytes",
-        )
+        names = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes")
         return {
             name: Moved(*attrgetter(*names)(handle.counters))
             for name, handle in self._manager.handles.items()
         }
 
     def _moved(self) -> dict[str, Moved]:
-        """The bytes that each handle has moved since the last call over this rank's link."""
+        """The bytes that each handle has moved since the last call."""
         before, self._counters = self._counters, self._count()
         return {
-            name: Moved(
-                *(
-                    self._objects[name].own(now - then)
-                    for now, then in zip(after, before[name], strict=True)
-                )
-            )
+            name: Moved(*(now - then for now, then in zip(after, before[name], strict=True)))
             for name, after in self._counters.items()
         }
-
-    def _shared_part(self, name: str, nbytes: int) -> int | None:
-        return None if self._objects[name].sharers is None else self._objects[name].own(nbytes)
-
-
-# --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes
-# no time
-#
-# What a keeper's thread does while phases compute is done here at once, when it is arranged.
-
-
-class _File(DiskFile):
-    """A file without bytes. It knows which of a slab's blocks were copied to since it took them."""
-
-    def __init__(self, slab: SizedSlab) -> None:
-        self.nbytes, self.num_blocks = round_up(slab.nbytes, PAGE), len(slab.writes)
-        self._slab = slab
-        self.forget()
-
-    def forget(self) -> None:
-        self._has: Sequence[int | None] = [None] * self.num_blocks
-
-    def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
-        before, self._has = self._has, [*self._slab.writes]
-        return sum(
-            self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]
-        ), True
-
-    def read(self, address: int, goes_on: GoesOn = always) -> list[int]:
-        return []
-
-
-class _Spill(Spill):
-    """A host copy without bytes."""
-
-    def _release(self, slab: Slab) -> None:
-        slab.is_released = True
-
-    def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
-        slab.is_released = False
-        return fill is None or fill()
-
-    def _new_file(self, slab: Slab) -> DiskFile:
-        assert isinstance(slab, SizedSlab)
-        return _File(slab)
-
-
-class _Keeper(Keeper):
-    """A keeper whose work is done when `arrange` returns."""
-
-    waited_bytes: int  # see `CountedTier.waited_bytes`
-    look: Callable[[], object]  # called whenever something has left or come
-
-    def _work(self) -> None:
-        """Nothing is left for a thread."""
-
-    def _warn(self, what: str, text: str) -> None:
-        """Nothing: the forecast has a note of it."""
-
-    def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
-        super().arrange(order, fixed_bytes, lambda: None)
-        with self._in_front(order):
-            while self._step():
-                self.look()
-
-    def bring(self, *spills: Spill) -> None:
-        self.waited_bytes += sum(spill.nbytes for spill in spills if spill.place is Place.DISK)
-        super().bring(*spills)
-        self.look()
-
-
-class CountedTier(DiskTier):
-    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses
-    no registration. `part_of`: returns this rank's part of a host copy's bytes, by the handle's
-    name; None where no other rank shares the host copy."""
-
-    keeper_type, spill_type = _Keeper, _Spill
-    _keeper: _Keeper
-
-    def __init__(
-        self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]
-    ) -> None:
-        stack = manager._stack
-        super().__init__(
-            manager.device,
-            stack.registry.handles,
-            stack.reconciler.prefetcher.discard,
-            limit_bytes,
-            "",
-            gives_back=False,
-        )
-        stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
-        self._part_of = part_of
-        self._keeper.look = self.most_bytes
-        # why a manager refuses registrations, by the handles' names
-        self.refused: dict[str, str] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        self._most_bytes = self._keeper.waited_bytes = 0
-
-    @property
-    def waited_bytes(self) -> int:
-        """Bytes that somebody has waited for since `begin`, because they were on the disk."""
-        return self._keeper.waited_bytes
-
-    def most_bytes(self) -> int:
-        """The most bytes of host copies that were in host memory since `begin`."""
-        self._most_bytes = max(
-            self._most_bytes,
-            sum(self.share_of(handle).held_bytes for handle in self._handles.values()),
-        )
-        return self._most_bytes
-
-    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
-        """Make room as a manager does. Where that refuses the registration, note it and go on."""
-        nbytes = needed()
-        part = self._part_of(handle.name, nbytes)
-        try:
-            super().admit(handle, lambda: nbytes if part is None else part)
-        except HostMemoryError as error:
-            self.refused.setdefault(handle.name, str(error).partition("\n")[0])
-
-    def share_of(self, handle: Handle) -> HostShare:
-        found = super().share_of(handle)
-        part = self._part_of(handle.name, found.total_bytes)
-        return found if part is None else HostShare(part, part, part)
-
-    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
-        part = self._part_of(handle.name, holding.host_bytes)
-        return super()._spills_of(handle, holding) if part is None else ([], part)

@@ -3,10 +3,9 @@ are chosen by the system, and ask them.
 
 A folder has one file for each worker, with its target in Prometheus' own format
 (`file_sd_configs`). Workers of one node, or of many nodes with a shared folder, write their files
-themselves. A worker removes its file when it ends. The file of a killed worker is removed after a
-while by another worker of its node: the worker held a POSIX lock on the file, which the system
-drops with the process. Where there is no shared folder, one process gathers the targets of all and
-writes them as one file, see `as_json`.
+themselves. A worker removes its file when it ends. The file of a killed worker stays: Prometheus
+and `placement status` see that it does not answer. Where there is no shared folder, one process
+gathers the targets of all and writes them as one file, see `as_json`.
 
 Format: Prometheus documentation, "file_sd_config".
 """
@@ -16,13 +15,10 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
-import fcntl
 import http.client
 import json
 import os
 import re
-import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -31,14 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.core.errors import PlacementError
-from placement.core.interrupts import WeakIdSet
 
-# the label for the machine of a file's worker. Prometheus drops labels that begin with two
-# underscores.
-_HOST = "__meta_placement_host"
-REAP_SECONDS = 300.0  # how many seconds the file of a killed worker stays
-# the time when a file was first seen without its worker, by the file's path and inode
-_FOUND_DEAD: dict[tuple[Path, int], float] = {}
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -57,7 +46,6 @@ class Identity:
         cls,
         environment: Mapping[str, str] = os.environ,
         *,
-        run: str | None = None,
         gpu_uuid: str = "",
     ) -> Identity:
         """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's
@@ -74,9 +62,8 @@ class Identity:
                 "names it in Prometheus"
             )
         node = first("GROUP_RANK", "SLURM_NODEID", default="0")
-        run = run or first("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", default="default")
         return cls(
-            run=run,
+            run=first("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", default="default"),
             node=f"node{node}" if node.isdecimal() else node,
             rank=int(rank),
             gpu_uuid=gpu_uuid,
@@ -154,95 +141,43 @@ class Announcement:
     """
 
     def __init__(self, folder: str | os.PathLike[str], target: Target) -> None:
-        labels = dict(target.labels) | {_HOST: socket.gethostname()}
+        run, instance = (_UNSAFE.sub("-", target.labels[label]) for label in ("run", "instance"))
         # No subfolders: Prometheus accepts a pattern only in the last part of a path.
-        self.path = (
-            Path(folder)
-            / f"{_UNSAFE.sub('-', labels['run'])}.{_UNSAFE.sub('-', labels['instance'])}.json"
-        )
+        self.path = Path(folder) / f"{run}.{instance}.json"
         self._pid = os.getpid()
+        self._text = as_json([target])
         # Prometheus watches *.json and must never see half a file, so the file is written under
         # another name.
         partial = self.path.with_suffix(f".{self._pid}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = partial.open("w+")
-            self._file.write(as_json([Target(address=target.address, labels=labels)]))
-            self._file.flush()
-            # without file locks nobody removes the file of a killed worker
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.write_text(self._text)
             partial.replace(self.path)
         except OSError as error:
             raise PlacementError(
                 f"cannot announce this worker in {self.path.parent}: {error}"
             ) from error
-        _OWN.add(self)
         atexit.register(self.close)
-        reap(folder)
 
     def close(self) -> None:
         """Remove the file, unless a later worker of the same name has replaced it. Idempotent; does
         nothing in a forked child."""
-        if self._file.closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
-            if self.path.stat().st_ino == os.fstat(self._file.fileno()).st_ino:
+            if self.path.read_text() == self._text:
                 self.path.unlink()
-        self._file.close()
-        _OWN.discard(self)
         atexit.unregister(self.close)
-
-
-_OWN: WeakIdSet[Announcement] = WeakIdSet()
-"""This process's announcements. A POSIX lock is lost when its process closes ANY descriptor of the
-file, so these are never reopened."""
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
     """The targets in a discovery folder, without files that vanish meanwhile. Raises
     PlacementError: a file is not a list of targets."""
-    found: list[Target] = []
-    own = {each.path: each for each in _OWN}
+    targets: list[Target] = []
     for path in sorted(Path(folder).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
-            # Closing a second descriptor of an own file would drop its lock.
-            text = (
-                os.pread(own[path]._file.fileno(), 1 << 20, 0) if path in own else path.read_bytes()
-            )
-            found += from_json(text, path)
-    return found
-
-
-def reap(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove and return the files of this machine's workers that were found dead `REAP_SECONDS`
-    ago.
-
-    The delay lets Prometheus see that a dead worker does not answer, and so distinguish it from one
-    that ended in order. Files of other machines are left alone, because it depends on the mount
-    whether their locks are visible here.
-    """
-    gone: list[Path] = []
-    now = time.monotonic()
-    own = {each.path for each in _OWN}
-    for path in sorted(Path(folder).glob("*.json")):
-        if path in own:
-            continue
-        with contextlib.suppress(OSError, PlacementError), path.open("r+") as file:
-            if any(
-                target.labels.get(_HOST) != socket.gethostname()
-                for target in from_json(file.read(), path)
-            ):
-                continue
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the worker lives
-            inode = os.fstat(file.fileno()).st_ino
-            if (
-                path.stat().st_ino == inode
-                and now - _FOUND_DEAD.setdefault((path, inode), now) >= REAP_SECONDS
-            ):
-                path.unlink()  # if the inode differs, a new worker has replaced the file
-                gone.append(path)
-    return gone
+            targets += from_json(path.read_bytes(), path)
+    return targets
 
 
 # --- workers that are asked how they are

@@ -36,7 +36,7 @@ from placement.core.errors import PlacementError
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
 from placement.observe.collector import make_registry
-from placement.observe.discovery import Announcement, Identity, Target, reap
+from placement.observe.discovery import Announcement, Identity, Target
 from placement.observe.trace import encoded_trace
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0
-_REAP_PAUSE_SECONDS = 5.0  # how often dead workers' files are looked for
 _POLL_SECONDS = 0.1
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -167,7 +166,6 @@ class MetricsServer(ThreadingWSGIServer):
         # the address and labels under which this worker is scraped; None before it is announced
         self.target: Target | None = None
         self._announcement: Announcement | None = None
-        self._next_reap = 0.0
         self._exposition = make_wsgi_app(_Paced(make_registry(read)))
         self._pages: dict[str, Page] = {
             "/": _file("index.html", "text/html"),
@@ -363,12 +361,6 @@ class MetricsServer(ThreadingWSGIServer):
                 if now - began > 2 * self.timeout_seconds
             ]
         )
-        if self._announcement is not None and self._next_reap <= now:
-            self._next_reap = now + _REAP_PAUSE_SECONDS
-            try:
-                reap(self._announcement.path.parent)
-            except Exception as exc:
-                _logger.debug("the discovery folder cannot be looked through: %s", exc)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _logger.debug("client lost", exc_info=True)

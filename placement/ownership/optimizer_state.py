@@ -401,8 +401,25 @@ def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dic
     are like the second."""
     forms = [_by_form(group["params"], stepped) for group in optimizer.param_groups]
     chosen = [[parameter for alike in by_form for parameter in alike[:2]] for by_form in forms]
+    twin = stepped_twin(optimizer, chosen, stepped)
+    sizes = _sizes_in(twin, optimizer, chosen)
+    for by_form in forms:
+        for alike in by_form:
+            if (like := sizes.get(id(alike[min(1, len(alike) - 1)]))) is not None:
+                sizes |= {id(parameter): like for parameter in alike[2:]}
+    return sizes
+
+
+def stepped_twin(
+    optimizer: torch.optim.Optimizer,
+    chosen: Sequence[Sequence[torch.Tensor]],
+    stepped: Container[int],
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options after one step, on the meta device. `chosen`: the
+    parameters of each group that it gets twins of; `stepped`: the identities of those that have a
+    gradient. Raises what the class raises."""
     cls: Any = type(optimizer)
-    twin = cls(
+    twin: torch.optim.Optimizer = cls(
         [
             _twin_group(group, parameters)
             for group, parameters in zip(optimizer.param_groups, chosen, strict=True)
@@ -419,12 +436,7 @@ def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dic
     # Call the innermost function, because the wrappers that torch's constructor puts around `step`
     # run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
-    sizes = _sizes_in(twin, optimizer, chosen)
-    for by_form in forms:
-        for alike in by_form:
-            if (like := sizes.get(id(alike[min(1, len(alike) - 1)]))) is not None:
-                sizes |= {id(parameter): like for parameter in alike[2:]}
-    return sizes
+    return twin
 
 
 def _sizes_in(

@@ -55,7 +55,7 @@ class PhaseStack:
         self.is_closing = False
         """Whether the manager is being closed. Then no warning is logged about registered objects
         that were garbage-collected."""
-        streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
+        streaming = Streaming(self._for_a_step, self._stepped)
         self.registry = Registry(
             device,
             lambda: self.phases.name,

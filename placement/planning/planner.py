@@ -22,6 +22,7 @@ from placement.registration.handle import Handle, Node
 from placement.storage.managed import ManagedStorage
 
 MOST_PHASES = 64  # how far back a history goes
+HEADROOM = 0.2  # the fraction of free memory left to others in a phase that has not run yet
 _COMPUTING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -81,8 +82,8 @@ class Planner:
 
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes
     that the handles hold, minus the additional bytes that others (activations, the framework) were
-    seen to need in this phase. Before a phase has run once, the fraction `headroom` of the settings
-    is left free instead.
+    seen to need in this phase. Before a phase has run once, the fraction `HEADROOM` is left free
+    instead.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Planner:
                 available += each.resident_bytes
         seen = self._others_bytes.get(phase)
         if seen is None:
-            return int(available * (1 - self._settings.headroom))
+            return int(available * (1 - HEADROOM))
         return max(0, available - max(0, seen - self._reserved_by_others()))
 
     def other_rank(self, phase: str) -> int | None:
@@ -222,7 +223,7 @@ class Planner:
         most that was seen, or the headroom."""
         seen = self._others_bytes.get(phase)
         return (
-            int(memory.free_bytes * self._settings.headroom)
+            int(memory.free_bytes * HEADROOM)
             if seen is None
             else max(0, seen - memory.torch_reserved_bytes)
         )

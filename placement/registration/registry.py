@@ -28,7 +28,11 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import optimizers_in, undo_initial_step
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
-from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
+from placement.registration.streamed_optimizer import (
+    StreamedOptimizer,
+    Streaming,
+    bucket_bytes_of,
+)
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES
@@ -286,7 +290,7 @@ class Registry:
         parts = (
             1
             if adapter.kind != "optimizer"
-            else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
+            else most_buckets(sum(sizes or ()), bucket_bytes_of(self._device))
         )
         try:
             self.admit(handle, lambda: holding.scanner.host_bytes_for(sizes or (), parts))

@@ -46,20 +46,24 @@ from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
 
+BUCKET_BYTES = 512 << 20
+"""Device bytes of a bucket, before they are rounded up to whole chunks. A step holds three of
+them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
-    bucket_bytes: int  # device bytes of a bucket, before it is rounded to whole chunks
     # holds the manager's: no other thread moves anything. Refuses a graph capture.
     lock: Callable[[], AbstractContextManager[None]]
     # called with the handle, the result and the seconds of each step
     note: Callable[[SteppedHandle, Streamed, float], None]
 
-    def whole_chunks(self, device: Device) -> int:
-        """Device bytes of a bucket in whole chunks of this device."""
-        return round_up(max(self.bucket_bytes, 1), device.chunk_bytes)
+
+def bucket_bytes_of(device: Device) -> int:
+    """Device bytes of a bucket in whole chunks of this device."""
+    return round_up(BUCKET_BYTES, device.chunk_bytes)
 
 
 _ALIGNED = 64
@@ -89,7 +93,7 @@ class StreamedOptimizer:
         self.storage = holding
         self._adapter = adapter
         self._streaming = streaming
-        self._bucket_bytes = streaming.whole_chunks(holding.device)
+        self._bucket_bytes = bucket_bytes_of(holding.device)
         # bytes of all buckets that are on the device at a time
         self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes
         self._found_in: tuple[Range, ...] = ()  # the ranges in which `_chunks` were found
@@ -251,8 +255,8 @@ class StreamedOptimizer:
     # --- parts of a step
 
     def parts_of(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
-        """The parts in which a parameter is stepped, whose state takes `streamed_bucket_bytes` on
-        the device, in whole chunks."""
+        """The parts in which a parameter is stepped, whose state takes a bucket on the
+        device."""
         entry = optimizer.state.get(parameter)
         whole = Piece(
             self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter)

@@ -207,7 +207,7 @@ def targets(tools: Tools) -> Iterator[Names]:
     yield names
     try:
         assert len(list(place.glob("*.json"))) == 1
-        assert names["server"].target.labels["run"] == "grpo-7"
+        assert names["server"].target.labels["instance"] == "node0/rank0"
     finally:
         names["manager"].close()
 

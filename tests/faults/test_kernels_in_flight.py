@@ -20,6 +20,7 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.policies import Colocated, Cyclic, Resident
 from placement.storage.state_dicts import StateDictTensors
 from placement.testing import InjectedFault
+from tests.support.buckets import set_bucket_bytes
 from tests.support.kernel_device import KernelDevice, kernels_noted
 from tests.support.late_device import LateDevice
 from tests.support.worker import Worker, assert_same, learn
@@ -95,9 +96,8 @@ def test_steps_that_stream_their_state(
     nets.append(copy.deepcopy(nets[0]))
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     device = KernelDevice(400 * CHUNK, chunk_bytes=CHUNK)
-    manager = placement.Manager(
-        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=bucket_chunks * CHUNK
-    )
+    set_bucket_bytes(bucket_chunks * CHUNK)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
     actor, adam = (
         manager.register("actor", nets[0], role="actor"),
         manager.register("adam", optimizers[0]),

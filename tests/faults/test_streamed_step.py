@@ -24,6 +24,7 @@ from placement import State
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.harness import FAULTS, as_bytes, calls_to_fail
+from tests.support.buckets import set_bucket_bytes
 from tests.support.poison import reads_poison
 from tests.support.worker import assert_same
 
@@ -80,9 +81,8 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.other = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
         self.device: Any = Faults(SimulatedDevice(4 << 20, chunk_bytes=4096))
-        self.manager = placement.Manager(
-            device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
-        )
+        set_bucket_bytes(BUCKET_BYTES)
+        self.manager = placement.Manager(device=self.device, policy=Colocated("streamed"))
         self.actor = self.manager.register("actor", self.net, role="actor")
         self.handle = self.manager.register("adam", self.optimizer)
         self.groups = self.optimizer.param_groups

@@ -13,6 +13,7 @@ import torch
 import placement
 from placement.policies import Colocated, Resident
 from placement.testing import assert_nothing_resident
+from tests.support.buckets import set_bucket_bytes
 from tests.support.disk import send_to_disk, settle, spills_of
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +24,8 @@ WIDTH = 2048
 
 class Job:
     def __init__(self, **settings: Any) -> None:
-        self.manager = placement.Manager(
-            device="cuda:0", streamed_bucket_bytes=32 * MIB, **settings
-        )
+        set_bucket_bytes(32 * MIB)
+        self.manager = placement.Manager(device="cuda:0", **settings)
         torch.manual_seed(0)
         self.net, self.other = (
             torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4)))

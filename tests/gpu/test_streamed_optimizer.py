@@ -15,6 +15,7 @@ import placement
 from bench._sampler import sampled
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
+from tests.support.buckets import set_bucket_bytes
 from tests.support.worker import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -61,9 +62,8 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     net = build()
     plain = copy.deepcopy(net)
     optimizers = STEPPED[name](net.parameters()), STEPPED[name](plain.parameters())
-    manager = placement.Manager(
-        device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
-    )
+    set_bucket_bytes(BUCKET_BYTES)
+    manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"))
     manager.register("actor", net, role="actor")
     manager.register("adam", optimizers[0])
     for step in range(5):
@@ -98,9 +98,8 @@ def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.
     nets.append(copy.deepcopy(nets[0]))
     optimizers = [STEPPED[name](net.parameters()) for net in nets]
     device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 4)
-    manager = placement.Manager(
-        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES // 2
-    )
+    set_bucket_bytes(BUCKET_BYTES // 2)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
     manager.register("actor", nets[0], role="actor")
     handle = manager.register("adam", optimizers[0])
     for step in range(4):
@@ -126,9 +125,8 @@ def test_the_first_step_and_the_next_stay_within_the_window() -> None:
     net = build(layers=4 * LAYERS)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 2)
-    manager = placement.Manager(
-        device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES
-    )
+    set_bucket_bytes(BUCKET_BYTES)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
     manager.register("actor", net, role="actor")
     handle = manager.register("adam", optimizer)
     for _ in range(3):

@@ -29,6 +29,7 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.fault_worker import join_store
 from tests.group.manager_ranks import Rank, groups_of, ranks_of
 from tests.group.processes import Processes, StoreService
+from tests.support.buckets import set_bucket_bytes
 from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK, WIDTH
 
@@ -135,10 +136,13 @@ class Shard:
             StoreGroup(store, rank, WORLD, 20.0),
             SimulatedDevice(256 * CHUNK, chunk_bytes=CHUNK),
         )
-        settings = {"budget_bytes": 60 * CHUNK, "streamed_bucket_bytes": 2 * CHUNK}
+        set_bucket_bytes(2 * CHUNK)
         self.manager = Manager(
-            device=device, policy="resident(optimizer_in='streamed')", group=group, **settings
-        )  # type: ignore[arg-type]
+            device=device,
+            policy="resident(optimizer_in='streamed')",
+            group=group,
+            budget_bytes=60 * CHUNK,
+        )
         self.manager.register("actor", self.actor, role="actor")
         self.manager.register("adam", self.adam)
 

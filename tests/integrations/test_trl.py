@@ -26,6 +26,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines import standin
 from tests.integrations.standin_llm import GeneratingLLM
 from tests.support import huggingface as hf
+from tests.support.buckets import set_bucket_bytes
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
 
@@ -228,9 +229,8 @@ def test_actor_and_reference_that_do_not_fit_together(
 ) -> None:
     model_bytes = sum(each.nbytes for each in hf.model_from(folder).parameters())
     # A step that streams its moments holds three buckets of them.
-    watch = Watch(
-        manager_for(policy=policy, budget_bytes=int(1.9 * model_bytes), streamed_bucket_bytes=4096)
-    )
+    set_bucket_bytes(4096)
+    watch = Watch(manager_for(policy=policy, budget_bytes=int(1.9 * model_bytes)))
     train_both(
         folder,
         tmp_path,

@@ -19,6 +19,7 @@ from placement.phases.phase import PhaseContext
 from placement.planning.planner import without_surplus
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw
+from tests.support.buckets import set_bucket_bytes
 
 
 @dataclass
@@ -45,11 +46,11 @@ class World(RuleBasedStateMachine):
     def start(self, policy: Any, budget_bytes: int | None) -> None:
         self.device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=8192))
         self.policy = Recording(policy)
+        set_bucket_bytes(8192)
         self.manager = Manager(
             device=self.device,
             policy=self.policy,
             budget_bytes=budget_bytes,
-            streamed_bucket_bytes=8192,
         )
         self.may_refuse = budget_bytes is not None
         self.shadows: dict[str, Shadow] = {}

@@ -19,7 +19,7 @@ def main(folder: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     manager = placement.Manager(
-        device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo"
+        device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder
     )
     actor, ref, critic = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
     adam = torch.optim.Adam(actor.parameters())

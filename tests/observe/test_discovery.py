@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import placement
+from placement.cli import main
 from placement.core.errors import PlacementError
-from placement.observe import discovery
 from placement.observe.discovery import (
     Announcement,
     Identity,
@@ -20,7 +21,6 @@ from placement.observe.discovery import (
     as_json,
     find_targets,
     from_json,
-    reap,
     targets_in,
     views_of,
 )
@@ -28,21 +28,30 @@ from placement.testing import SimulatedDevice
 from tests.observe.managed import managed
 
 WORKER = """
-import sys, torch, placement, placement.observe.discovery
-placement.observe.discovery.REAP_SECONDS = 1.0
+import sys, placement
 from placement.testing import SimulatedDevice
-manager = placement.Manager(device=SimulatedDevice(1 << 20), discovery=sys.argv[1], run="grpo")
+manager = placement.Manager(device=SimulatedDevice(1 << 20), discovery=sys.argv[1])
 server = manager.serve()
 print(server.port, flush=True)
 sys.stdin.read()
 """
 
 
+def worker_process(folder: Path, rank: int) -> subprocess.Popen[str]:
+    """A worker that writes a line when it is announced, and ends when its input does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RANK": str(rank)},
+    )
+
+
 def test_who_a_worker_is() -> None:
     torchrun = {"RANK": "11", "LOCAL_RANK": "3", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "job7"}
     assert Identity.from_launcher(torchrun, gpu_uuid="GPU-1").instance == "node1/rank11"
     assert Identity.from_launcher(torchrun).run == "job7"
-    assert Identity.from_launcher(torchrun, run="mine").run == "mine"
     slurm = {"SLURM_PROCID": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "99"}
     assert Identity.from_launcher(slurm) == Identity(run="99", node="node0", rank=2)
     assert Identity.from_launcher({}) == Identity()
@@ -68,11 +77,10 @@ def test_a_worker_announces_itself_and_takes_its_file_away(tmp_path: Path) -> No
     assert path.name == "a-run-7.node0-rank3.json"
     (target,) = targets_in(tmp_path)
     assert target.address == f"127.0.0.1:{server.port}"
-    assert {key: value for key, value in target.labels.items() if not key.startswith("__")} == {
+    assert target.labels == {
         "instance": "node0/rank3", "run": "a run/7", "node": "node0", "rank": "3",
     }  # fmt: skip
     assert not list(tmp_path.glob("*.partial"))
-    assert reap(tmp_path) == []
     server.close()
     server.close()
     assert targets_in(tmp_path) == []
@@ -87,43 +95,41 @@ def test_a_restarted_worker_replaces_its_file_and_the_old_one_leaves_it(tmp_path
     assert targets_in(tmp_path) == []
 
 
-def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) -> None:
-    far = Target(
-        address="far:1", labels={"instance": "node9/rank9", "__meta_placement_host": "far"}
-    )
-    (tmp_path / "far.json").write_text(as_json([far]))
-    (tmp_path / "hand.json").write_text(as_json([Target(address="by-hand:1", labels={})]))
-    assert reap(tmp_path) == []
-    assert {target.address for target in targets_in(tmp_path)} == {"far:1", "by-hand:1"}
-
-
-def test_a_forked_child_keeps_the_file_and_not_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_processes_are_found_and_a_killed_one_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A data loader outlives its killed parent: the file has to go all the same."""
-    code = WORKER.replace(
-        "print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint("
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    """One ends in order, and takes its file away; the other one is killed."""
+    workers = [worker_process(tmp_path, rank) for rank in range(2)]
     try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert len(targets_in(tmp_path)) == 1
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert reap(tmp_path) == []  # Prometheus has to see first that it does not answer
-        monkeypatch.setattr(discovery, "REAP_SECONDS", 0.0)
-        assert len(reap(tmp_path)) == 1
+        for process in workers:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert [target.name for target in targets_in(tmp_path)] == ["node0/rank0", "node0/rank1"]
+        assert all("error" not in view for view in views_of([str(tmp_path)]))
+        workers[1].kill()
+        workers[1].wait()
+        assert main(["status", str(tmp_path)]) == 1
+        said = capsys.readouterr().out
+        assert re.search(r"node0/rank1.*does not answer", said)
+        assert not re.search(r"node0/rank0.*does not answer", said)
+        workers[0].communicate("")
+        assert workers[0].returncode == 0
+        assert [target.name for target in targets_in(tmp_path)] == ["node0/rank1"]
     finally:
-        process.kill()
-        assert process.stdin is not None
-        process.stdin.close()  # the child ends, too
-        process.stdout.close()  # type: ignore[union-attr]
+        for process in workers:
+            process.kill()
+            process.communicate()
+
+
+def test_a_forked_child_leaves_the_file(tmp_path: Path) -> None:
+    announcement = Announcement(tmp_path, Target.of("127.0.0.1:1", Identity()))
+    if not (child := os.fork()):
+        announcement.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert targets_in(tmp_path)
+    announcement.close()
+    assert not targets_in(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(
@@ -155,7 +161,6 @@ def test_all_workers_are_asked_and_one_that_is_gone_says_so(tmp_path: Path) -> N
     ]
     assert views[0]["phases"][-1][0] == "log_prob"
     assert views[0]["transitions"][0]["trigger"] == "load"
-    assert reap(tmp_path) == []
     for server in servers:
         server.close()
 

@@ -22,7 +22,10 @@ from tests.observe.expressions import expressions
 from tests.observe.managed import get
 from tests.support.forked import processes
 
-WORKERS = ({"RANK": "0", "GROUP_RANK": "0"}, {"SLURM_PROCID": "3", "SLURM_NODEID": "1"})
+WORKERS = (
+    {"RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "demo"},
+    {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_JOB_ID": "demo"},
+)
 """One as torchrun starts it, one as Slurm does, on another node of the same shared folder."""
 SCRAPES = 16
 """How often each worker has been scraped before anything is asked; twice a second."""

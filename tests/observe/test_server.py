@@ -269,8 +269,7 @@ def test_a_served_manager_may_end_on_its_servers_own_thread(
     cycle: list[object] = [manager]
     cycle.append(cycle)
     del manager, cycle
-    monkeypatch.setattr("placement.observe.server.reap", lambda _: gc.collect())
-    server._next_reap = 0.0
+    monkeypatch.setattr(server, "service_actions", gc.collect)
     assert_gone(server, announced)
     assert model.weight.equal(values)
 

@@ -4,6 +4,7 @@ two phases."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -29,11 +30,17 @@ from placement.registration.streamed_optimizer import StreamedOptimizer, sliceab
 from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
+from tests.support.buckets import set_bucket_bytes
 from tests.support.ranks import Ranks, on_ranks
 
-STREAMED = functools.partial(
-    training.compare, policy=Colocated("streamed"), streamed_bucket_bytes=2 * training.CHUNK_BYTES
-)
+
+def compare_streamed(
+    build: Callable[[], training.Program], bucket_bytes: int = 2 * training.CHUNK_BYTES
+) -> training.Outcome:
+    set_bucket_bytes(bucket_bytes)
+    return training.compare(build, policy=Colocated("streamed"))
+
+
 PROGRAMS = {
     "uneven, tied, adapters, foreach": worker.plain_fsdp2,
     "two dimensions, fused": worker.hybrid_fsdp2,
@@ -45,7 +52,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
-    for outcome in two_ranks.run(STREAMED, PROGRAMS[name]):
+    for outcome in two_ranks.run(compare_streamed, PROGRAMS[name]):
         assert outcome.resident_bytes["actor.optimizer"] == 0, "its state was loaded as a whole"
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
 
@@ -171,9 +178,5 @@ def test_slices_of_sharded_parameters(kind: str) -> None:
         return found
 
     with mock.patch.object(StreamedOptimizer, "parts_of", parts_of):
-        training.compare(
-            functools.partial(wide_program, kind),
-            policy=Colocated("streamed"),
-            streamed_bucket_bytes=1,
-        )
+        compare_streamed(functools.partial(wide_program, kind), bucket_bytes=1)
     assert len(parts) - parts.count(1) >= 2 * training.STEPS

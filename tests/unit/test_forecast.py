@@ -1,8 +1,9 @@
-"""The parts of a forecast: link, layout, cycles, models, optimizers."""
+"""The parts of a forecast: link, shards, cycles, models, optimizers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,14 @@ from torch import nn
 
 import placement
 from placement.cli.plan import table
-from placement.core.snapshot import TransitionSeconds
+from placement.core.snapshot import TransitionSeconds, readable
 from placement.devices.memory import Copy
 from placement.devices.select import select_device
-from placement.forecasting import Layout, Link, Model, Rollout
+from placement.forecasting import Link, Rollout, Run
+from placement.forecasting.config import OPTIMIZERS, module_of
 from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
-from placement.forecasting.job import OPTIMIZERS, module_of, parts_of, state_of
+from placement.forecasting.stand_ins import parts_of
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20
@@ -29,6 +31,22 @@ def mlp(width: int = 256) -> nn.Module:
         return nn.Sequential(
             nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         )
+
+
+def worker(optimizer: str | None = None, *beside: nn.Module | Rollout) -> Callable[[Run], None]:
+    """An actor, its optimizer where one is named, and a reference or an engine."""
+
+    def register(run: Run) -> None:
+        model = mlp()
+        run.register("actor", model, role="actor")
+        if optimizer is not None:
+            run.register("actor.optimizer", OPTIMIZERS[optimizer](model.parameters()))
+        for target in beside:
+            is_engine = isinstance(target, Rollout)
+            role = "rollout" if is_engine else "ref"
+            run.register(role, target, role=role, readonly=not is_engine)
+
+    return register
 
 
 def seconds(link: Link, to_device: int, to_host: int) -> float:
@@ -71,7 +89,7 @@ def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
     assert link.transitions == found.transitions
     path.write_text(found.model_copy(update={"transitions": None}).model_dump_json())
     assert Link.of(path).transitions is None
-    told = placement.forecast({"actor": Model(mlp())}, link=path)
+    told = placement.forecast(worker(), link=path)
     assert told.budget_bytes == int(found.free_bytes * 0.8)
     assert any("no budget was given" in note for note in told.notes)
 
@@ -104,19 +122,21 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
         alone=1.0, moving=5.0, loaded_byte=1e-7, offloaded_byte=2e-7, skipped_byte=3e-7
     )
     rates = {"to_device_bytes_per_second": 1e9, "to_host_bytes_per_second": 1e9}
-    with torch.device("meta"):
-        models = {name: nn.Linear(1024, 1024, bias=False) for name in ("actor", "ref")}
-    handles = {
-        "actor": Model(models["actor"], optimizer="sgd"),
-        "ref": Model(models["ref"], readonly=True),
-    }
+
+    def register(run: Run) -> None:
+        with torch.device("meta"):
+            actor, ref = (nn.Linear(1024, 1024, bias=False) for _ in range(2))
+        run.register("actor", actor, role="actor")
+        run.register("actor.optimizer", torch.optim.SGD(actor.parameters()))
+        run.register("ref", ref, role="ref", readonly=True)
+
     cycle, device = (
         ["ref_log_prob", "train", "weight_sync"],
         SimulatedDevice(1 << 30, chunk_bytes=1 << 20),
     )
 
     def stalls(link: Link) -> list[float]:
-        told = placement.forecast(handles, cycle=cycle, device=device, link=link)
+        told = placement.forecast(register, cycle=cycle, device=device, link=link)
         return [each.stall_seconds or 0.0 for each in told.phases]
 
     measured = stalls(Link(transitions=seconds, **rates))
@@ -126,41 +146,14 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
     assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
 
 
-def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
-    with pytest.raises(ValueError, match=r"12 ranks .* do not fill nodes of 8 GPUs"):
-        Layout(shards=12)
+def test_shards_divide_a_models_parameters_and_leave_its_buffers() -> None:
     module = mlp(100)
     module.register_buffer("scale", torch.empty(50, device="meta"))
-    assert [part.nbytes for part in parts_of(module, Layout(shards=8))] == [
-        200,
-        50 * 100 * 4,
-        13 * 400 * 4,
-    ]
-    assert (
-        sum(part.nbytes for part in parts_of(module, dtype=torch.bfloat16))
-        == 200 + 2 * 2 * 100 * 400
-    )
-    with pytest.raises(ValueError, match="has no tensor-parallel plan"):
-        parts_of(module, Layout(tensor_parallel=2))
-    module.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
-    halves = [
-        part.parameters[0].shape
-        for part in parts_of(module, Layout(tensor_parallel=2))
-        if part.parameters
-    ]
-    assert halves == [(200, 100), (100, 200)]
-    with pytest.raises(
-        ValueError,
-        match=r"tensor_parallel 3 does not divide "
-        r"dimension "
-        r"0 "
-        r"of "
-        r"'0.weight', of shape \(400, 100\)",
-    ):
-        parts_of(module, Layout(tensor_parallel=3))
-    module.tp_plan = {"0": "diagonal"}  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="the style 'diagonal'"):
-        parts_of(module, Layout(tensor_parallel=2))
+    assert [part.nbytes for part in parts_of(module, 8)] == [200, 50 * 100 * 4, 13 * 400 * 4]
+    assert sum(part.nbytes for part in parts_of(module)) == 200 + 4 * 2 * 100 * 400
+    module.register_parameter("scalar", nn.Parameter(torch.empty((), device="meta")))
+    with pytest.raises(ValueError, match="without a dimension cannot be sharded"):
+        parts_of(module, 2)
 
 
 def config(**values: Any) -> dict[str, Any]:
@@ -184,20 +177,20 @@ def config(**values: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         (None, "there is no model configuration"),
-        ("{", "is not JSON"),
-        ("[]", "names no model_type"),
+        ("{", "cannot build a model"),
+        ("[]", "cannot build a model"),
         (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
         (
             json.dumps(config(hidden_size=-64)),
-            ("cannot build a model .*: RuntimeError: .*negative dimension -64"),
+            ("cannot build a model .*RuntimeError: .*negative dimension -64"),
         ),
         (
             json.dumps(config(hidden_act="no-such-function")),
-            ("cannot build a model .*: KeyError: 'no-such-function'"),
+            ("cannot build a model .*KeyError: 'no-such-function'"),
         ),
         (
             json.dumps(config(model_type="own", auto_map={"AutoConfig": "own.Config"})),
-            ("whose code comes with its checkpoint"),
+            "cannot build a model .*trust_remote_code",
         ),
     ],
 )
@@ -208,7 +201,7 @@ def test_what_is_no_configuration_is_said(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises((OSError, ValueError), match=message):
-        placement.forecast({"actor": Model(tmp_path / "config.json")})
+        module_of(tmp_path / "config.json", None)
 
 
 def test_a_configuration_that_transformers_saves_before_there_is_a_model_is_enough(
@@ -227,33 +220,18 @@ def test_a_configuration_that_transformers_saves_before_there_is_a_model_is_enou
     given.save_pretrained(tmp_path)
     assert "architectures" not in json.loads((tmp_path / "config.json").read_text())
     made = transformers.AutoModelForCausalLM.from_config(given, dtype=torch.float32)
-    assert [part.nbytes for part in parts_of(module_of(tmp_path, None, "lm"))] == [
+    assert [part.nbytes for part in parts_of(module_of(tmp_path, None))] == [
         part.nbytes for part in parts_of(made)
     ]
-    (note,) = placement.forecast({"actor": Model(tmp_path)}).notes
-    assert note.endswith(
-        "has no dtype; the weights of models that keep its dtype are counted in float32"
-    )
-    assert not placement.forecast({"actor": Model(tmp_path, dtype="bf16")}).notes
 
 
-def test_weights_of_a_quantized_configuration_are_counted_whole_and_the_forecast_says_so(
-    tmp_path: Path,
-) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    found = []
-    for more in (
-        {},
-        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config(dtype="bfloat16", **more)))
-        found.append(
-            placement.forecast({name: Model(tmp_path, readonly=True) for name in ("ref", "reward")})
-        )
-    assert found[0].host_bytes == found[1].host_bytes
-    assert not found[0].notes
-    (note,) = found[1].notes
-    assert "quantization_config (gptq)" in note
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    quantized = config(dtype="bfloat16", quantization_config=quantization)
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ValueError, match="the bytes of quantized weights are not known"):
+        module_of(tmp_path, None)
 
 
 def test_the_models_of_a_head(tmp_path: Path) -> None:
@@ -277,21 +255,11 @@ def test_the_models_of_a_head(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"no class with one number a token .* for model_type 'mamba'",
+        match=r"no class with one number a token for model_type 'mamba'",
     ) as caught:
         module_of(tmp_path / "mamba.json", None, "value")
     # transformers' own message names every architecture that it has
-    assert len(str(caught.value)) < 300
-
-
-def test_a_plan_that_leaves_most_weights_whole_is_noted() -> None:
-    module = mlp()
-    module.tp_plan = {"0": "colwise"}  # type: ignore[assignment]
-    assert not placement.forecast({"actor": Model(module)}, layout=Layout(tensor_parallel=2)).notes
-    module.append(nn.Linear(256, 1024, bias=False, device="meta"))
-    (note,) = placement.forecast({"actor": Model(module)}, layout=Layout(tensor_parallel=2)).notes
-    assert note.startswith("tensor parallelism divides 33% of the weights of Sequential, ")
-    assert not placement.forecast({"actor": Model(module)}).notes
+    assert len(str(caught.value)) < 400
 
 
 def test_without_transformers_it_is_said_what_to_install(
@@ -300,7 +268,7 @@ def test_without_transformers_it_is_said_what_to_install(
     (tmp_path / "config.json").write_text(json.dumps(config()))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install transformers"):
-        module_of(tmp_path, None, "lm")
+        module_of(tmp_path, None)
 
 
 def test_cycles() -> None:
@@ -316,113 +284,125 @@ def test_cycles() -> None:
     for wrong, message in (
         ("grop", "unknown phase 'grop', did you mean 'grpo'"),
         (["trian"], "did you mean 'train'"),
-        (["train["], "is no phase"),
+        (["train]actor"], "unknown phase 'train]actor'"),
         (["idle"], "has no phase"),
     ):
         with pytest.raises(ValueError, match=message):
             cycle_of(cast("Any", wrong))
 
 
+def state_bytes(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+    """Bytes of an optimizer's state for each element of a parameter in bfloat16."""
+
+    def register(run: Run) -> None:
+        module = mlp().bfloat16()
+        run.register("actor", module, role="actor")
+        run.register("actor.optimizer", make(module.parameters()))
+
+    told = placement.forecast(register, cycle=["train"], device=SimulatedDevice(1 << 30))
+    return told.handles[1].num_bytes / (2 * 4 * 256 * 256)
+
+
 def test_the_state_of_optimizers() -> None:
-    (parameter, *_) = [
-        each for part in parts_of(mlp(), dtype=torch.bfloat16) for each in part.parameters
-    ]
-
-    def sizes(*optimizer: Any) -> list[int]:
-        return [
-            each.nbytes // parameter.numel()
-            for each in state_of(*optimizer)(parameter).values()
-            if each.dim()
-        ]
-
-    assert {name: sizes(name) for name in OPTIMIZERS} == {
-        "adamw": [2, 2],
-        "adamw-fp32": [4, 4],
-        "adamw-master": [4, 4, 4],
-        "sgd": [],
-        "sgd-momentum": [2],
+    assert {name: state_bytes(make) for name, make in OPTIMIZERS.items()} == {
+        "adamw": 2 + 2,
+        "adamw-fp32": 4 + 4,
+        "adamw-master": 4 + 4 + 4,
+        "sgd": 0,
+        "sgd-momentum": 2,
     }
-    assert sizes("adamw", {"fused": True}) == [2, 2]
-    assert (
-        sizes(torch.optim.Adam, {"amsgrad": True})
-        == sizes("torch.optim:Adam", {"amsgrad": True})
-        == [2, 2, 2]
-    )
-    for wrong, message in (
-        ("adamv", "did you mean 'adamw'"),
-        ("torch.optim:Nothing", "cannot be imported"),
-        ("torch:manual_seed", "not a class"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            state_of(wrong)
-    with pytest.raises(ValueError, match="cannot be made with options"):
-        state_of("adamw", {"speed": 3})
+    assert state_bytes(lambda parameters: torch.optim.AdamW(parameters, capturable=True)) == 2 + 2
+    assert state_bytes(lambda parameters: torch.optim.Adam(parameters, amsgrad=True)) == 2 + 2 + 2
+
+
+class NeedsValues(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        if self.param_groups[0]["params"][0].sum() > 0:
+            super().step(closure)
+
+
+def test_each_group_of_an_optimizer_has_the_state_of_its_options() -> None:
+    module = mlp()
+
+    def register(run: Run) -> None:
+        first, second = module.parameters()
+        groups = [{"params": [first], "momentum": 0.9}, {"params": [second]}]
+        run.register("actor", module, role="actor")
+        run.register("actor.optimizer", torch.optim.SGD(groups, lr=0.1))
+
+    told = placement.forecast(register, cycle=["train"], device=SimulatedDevice(1 << 30))
+    actor, optimizer = told.handles
+    assert 2 * optimizer.num_bytes == actor.num_bytes == 2 * MIB
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("target", "message"),
     [
-        (lambda: Model(mlp(), readonly=True, optimizer="sgd"), "a readonly model has no optimizer"),
-        (lambda: Model(mlp(), replicated=True), "replicated models that are not trained"),
-        (lambda: Model(mlp(), role="judge"), "role must be one of actor, .*, not 'judge'"),
-        (lambda: Model(mlp(), gradients=cast("Any", "lost")), "gradients must be one of"),
-        (lambda: placement.forecast({}), "there is no handle"),
-        (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
-        (
-            lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}),
-            ("'eval', which the cycle does not have"),
-        ),
-        (
-            lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"),
-            "not a number of bytes",
-        ),
-        (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
-        (
-            lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=-1),
-            ("budget_bytes must be 0 or more, not -1"),
-        ),
-        (
-            lambda: placement.forecast({"actor": Model(mlp())}, worker_role="boss"),
-            ("worker_role must be one of trainer"),
-        ),
-        (
-            lambda: placement.forecast({"actor": Model(mlp())}, phases={"distill": ("boss",)}),
-            "unknown role 'boss'",
-        ),
-        (
-            lambda: placement.forecast({"actor": Model(mlp(), dtype=cast("Any", 3))}),
-            "3 is no dtype",
-        ),
-        (
-            lambda: placement.forecast(
-                {"a": Model(mlp(), optimizer="sgd"), "a.optimizer": Model(mlp())}
-            ),
-            ("becomes the handle 'a.optimizer'"),
-        ),
-        (lambda: Model(mlp(), head=cast("Any", "tail")), "head must be one of lm, value"),
-        (
-            lambda: placement.forecast({"actor": cast("Any", mlp())}),
-            ("'actor' is described by an object of Sequential; give a Model"),
-        ),
-        (
-            lambda: Model(mlp(), optimizer=cast("Any", torch.optim.SGD([torch.zeros(1)]))),
-            ("an object of SGD; give its class"),
-        ),
-        (lambda: Rollout(1, 1, role="boss"), "role must be one of actor, .*, not 'boss'"),
+        (nn.Identity(), "'new' has no tensors"),
+        (torch.optim.SGD(mlp().parameters()), "steps parameters of no registered module"),
+        ("Qwen2.5-7B", "'new' is an object of str"),
+        (Rollout("lots", 1), "weights_bytes: 'lots' is not a number of bytes"),
+        (Rollout(1, -1), "kv_cache_bytes must be 0 or more, not -1"),
     ],
 )
-def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
+def test_what_cannot_be_registered_is_refused(target: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        make()
+        placement.forecast(lambda run: run.register("new", target))
+
+
+def test_an_optimizer_whose_step_needs_values_is_refused() -> None:
+    model = mlp()
+
+    def register(run: Run) -> None:
+        run.register("actor", model, role="actor")
+        run.register("actor.optimizer", NeedsValues(model.parameters()))
+
+    with pytest.raises(
+        ValueError, match=r"the state of 'actor\.optimizer', a NeedsValues, is not known"
+    ):
+        placement.forecast(register)
+
+
+def test_a_handles_name_and_role_are_checked_as_a_manager_does() -> None:
+    with pytest.raises(placement.RegistrationError, match="role 'judge' is none of actor"):
+        placement.forecast(lambda run: run.register("judge", mlp(), role="judge"))
+    with pytest.raises(placement.RegistrationError, match="'actor'"):
+        placement.forecast(lambda run: [worker()(run), worker()(run)])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"work_seconds": {"eval": 1}}, "'eval', which the cycle does not have"),
+        ({"work_seconds": {"train": -1}}, "of phase 'train' must be 0 or more, not -1"),
+        ({"budget_bytes": "lots"}, "not a number of bytes"),
+        ({"budget_bytes": -1}, "budget_bytes must be 0 or more, not -1"),
+        ({"worker_role": "boss"}, "worker_role: Input should be 'trainer'"),
+        ({"phases": {"distill": ("boss",)}}, "unknown role 'boss'"),
+        ({"shards": 0}, "shards must be a whole number from 1 on"),
+    ],
+)
+def test_what_cannot_be_forecast_is_refused(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        placement.forecast(worker(), **keywords)
+
+
+def test_a_job_without_a_handle_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no handle to forecast"):
+        placement.forecast(lambda run: None)
 
 
 def test_only_is_for_handles_that_there_are() -> None:
     with pytest.raises(placement.PhaseError, match="did you mean 'actor'"):
-        placement.forecast({"actor": Model(mlp(), optimizer="sgd")}, cycle=["train[actro]"])
-    told = placement.forecast(
-        {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")},
-        cycle=["train[critic]"],
-    )
+        placement.forecast(worker("sgd"), cycle=["train[actro]"])
+
+    def register(run: Run) -> None:
+        for role in ("actor", "critic"):
+            model = mlp()
+            run.register(role, model, role=role)
+            run.register(f"{role}.optimizer", torch.optim.AdamW(model.parameters()))
+
+    told = placement.forecast(register, cycle=["train[critic]"])
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == [
         "critic",
         "critic.optimizer",
@@ -430,119 +410,43 @@ def test_only_is_for_handles_that_there_are() -> None:
 
 
 def test_a_cuda_device_counts_in_its_own_chunks() -> None:
-    told = placement.forecast({"actor": Model(mlp(1000))})
+    told = placement.forecast(lambda run: run.register("actor", mlp(1000), role="actor"))
     assert told.handles[0].num_bytes == 2 * 8 * MIB * 2  # 32,000,000 bytes, in multiples of 2 MiB
     assert told.budget_bytes is None
     assert told.stall_seconds is None
     assert told.fits
 
 
-def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> None:
-    layout, sizing = Layout(shards=8), SimulatedDevice(1 << 30)
-    ways = {
-        "whole": Model(mlp(), readonly=True, sharded=False),
-        "replicated": Model(mlp(), readonly=True, replicated=True),
-    }
-    told = {
-        name: placement.forecast(
-            {"ref": model}, layout=layout, cycle=["log_prob"], device=sizing, link=1e9
-        )
-        for name, model in ways.items()
-    }
-    assert told["whole"].peak_bytes == told["replicated"].peak_bytes
-    assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
-    assert told["whole"].stall_seconds == pytest.approx(8 * (told["replicated"].stall_seconds or 0))
-    assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
-    assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
-
-
-def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
-    actor, layout = Model(mlp()), Layout(data_parallel=4)
-    alone = placement.forecast({"actor": actor}, layout=layout, cycle=["rollout"])
-    for keeps_weights, mirror in ((True, MIB), (False, 0)):
-        told = placement.forecast(
-            {"actor": actor, "rollout": Rollout(MIB, "3MiB", keeps_weights)},
-            layout=layout,
-            cycle=["rollout"],
-        )
-        assert told.handles[1].mirror_bytes == told.handles[1].host_bytes == mirror
-        assert (told.host_bytes, told.node_host_bytes) == (
-            alone.host_bytes + mirror,
-            alone.node_host_bytes + 4 * mirror,
-        )
-        assert told.node_mirror_bytes == 4 * mirror
-    limit = alone.host_bytes + MIB // 2  # the mirror stays, so the actor's host copy leaves
-    kept, discarded = (
-        placement.forecast(
-            {"actor": actor, "rollout": Rollout(MIB, MIB, keeps)},
-            cycle=["rollout"],
-            host_limit_bytes=limit,
-        )
-        for keeps in (True, False)
-    )
-    assert (kept.disk_bytes, discarded.disk_bytes) == (alone.host_bytes, 0)
-    refused = placement.forecast(
-        {"rollout": Rollout(MIB, MIB)}, cycle=["rollout"], host_limit_bytes=MIB - 1
-    )
-    assert "'rollout' needs" in refused.refused_registrations[0]
-
-
-@pytest.mark.parametrize(
-    ("cycle", "keeps", "told"),
-    [
-        ("weight_sync,rollout,train", True, 1),
-        ("rollout,train,weight_sync", True, 0),
-        ("weight_sync,rollout,train", False, 0),
-    ],
-)
-def test_a_mirror_that_every_sync_overwrites_is_noted(cycle: str, keeps: bool, told: int) -> None:
-    handles = {"actor": Model(mlp(), optimizer="sgd"), "rollout": Rollout(MIB, "3MiB", keeps)}
-    found = placement.forecast(handles, cycle=cycle.split(","))
-    assert sum("weight_sync fills them anew" in note for note in found.notes) == told
-    assert found.phase("rollout").handle_bytes["rollout"] == 4 * MIB
-
-
-def test_what_a_node_has_too_little_of_is_told() -> None:
-    link = Link(
-        to_device_bytes_per_second=1e9,
-        to_host_bytes_per_second=1e9,
-        host_available_bytes=3 * MIB,
-        disk_free_bytes=MIB,
-        pageable_reason="no",
-    )
-    layout, handles = Layout(data_parallel=4), {"actor": Model(mlp()), "rollout": Rollout(MIB, MIB)}
-    told = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=link)
-    assert told.over_host_bytes == told.node_host_bytes - 3 * MIB > 0 == told.over_disk_bytes
-    assert "pageable (no), 4 MiB engines' mirrors, 0 on disk; does not fit: " in table(told)
-    roomy = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=1e9)
-    assert "page-locked, 4 MiB engines' mirrors, 0 on disk\n" in table(roomy)
-    limited = placement.forecast(
-        handles, layout=layout, cycle=["log_prob"], link=link, host_limit_bytes=MIB + MIB // 2
-    )
-    assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
+@pytest.mark.parametrize(("keeps_weights", "mirror"), [(True, MIB), (False, 0)])
+def test_an_engines_mirror_is_host_memory(keeps_weights: bool, mirror: int) -> None:
+    alone = placement.forecast(worker(), cycle=["rollout"])
+    engine = Rollout(MIB, "3MiB", keeps_weights)
+    told = placement.forecast(worker(None, engine), cycle=["rollout"])
+    assert told.handles[1].host_bytes == mirror
+    assert told.host_bytes == alone.host_bytes + mirror
+    assert f"host memory           {readable(told.host_bytes)} a rank" in table(told)
+    assert told.phase("rollout").handle_bytes["rollout"] == 4 * MIB
 
 
 def test_a_first_streamed_step_only_sends_and_later_ones_go_both_ways() -> None:
-    layers, device = (
-        nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))),
-        SimulatedDevice(1 << 30, chunk_bytes=16 << 10),
-    )
+    def register(run: Run) -> None:
+        with torch.device("meta"):
+            layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+        run.register("actor", layers, role="actor")
+        run.register("actor.optimizer", torch.optim.AdamW(layers.parameters()))
 
-    def streamed(
-        cycle: tuple[str, ...] = ("log_prob", "train"), **keywords: Any
-    ) -> placement.Forecast:
-        handles = {"actor": Model(layers, optimizer="adamw")}
+    def streamed(*cycle: str) -> placement.Forecast:
+        device = SimulatedDevice(1 << 30, chunk_bytes=16 << 10)
         return placement.forecast(
-            handles, policy="colocated('streamed')", cycle=cycle, device=device, **keywords
+            register, policy="colocated('streamed')", cycle=cycle, device=device
         )
 
-    state_bytes = streamed().phase("train").streamed_bytes // 2
-    told = streamed(steps={"train": 3})
-    assert told.phase("train").streamed_bytes == 6 * state_bytes
-    assert sum(phase.streamed_bytes for phase in told.first_phases) == 5 * state_bytes
-    assert streamed(steps={"train": 0}).phase("train").streamed_bytes == 0
+    told = streamed("log_prob", "train")
+    state_bytes = told.phase("train").streamed_bytes // 2
+    assert state_bytes > 2 * 12 * 64 * 64 * 4
+    assert sum(phase.streamed_bytes for phase in told.first_phases) == state_bytes
     # in the phase that is nested, where there is one
-    told = streamed(("log_prob", "train", "optimizer_step"))
+    told = streamed("log_prob", "train", "optimizer_step")
     assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [
         0,
         2 * state_bytes,

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,12 @@ import placement
 from placement.core.snapshot import Snapshot
 from placement.devices.simulated import device as simulated
 from placement.engines.tagged import TaggedEngine
-from placement.forecasting import Layout, Model, Rollout
+from placement.forecasting import Rollout, Run
 from placement.forecasting.description import CYCLES
-from placement.forecasting.job import parts_of
+from placement.forecasting.stand_ins import parts_of
 from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
-from tests.support.disk import settle
 from tests.support.early import Early
 
 transformers = pytest.importorskip("transformers")
@@ -62,18 +60,11 @@ class Case:
     budget: int = 1 << 30
     roles: Mapping[str, str | None] = field(default_factory=lambda: GRPO)
     """The optimizer of each role."""
-    keeps_gradients: bool = False
     engine: Mapping[str, int] | None = None
-    limit: float | None = None
-    """Of host memory, in MiB."""
     dtype: torch.dtype = torch.bfloat16
     chunk_bytes: int = 64 << 10
     sleeps: Mapping[str, float] = field(default_factory=dict)
     """The seconds of the work in some phases."""
-
-    @property
-    def limit_bytes(self) -> int | None:
-        return None if self.limit is None else int(self.limit * MIB)
 
     def device(self, rate: float | None = None) -> SimulatedDevice:
         return SimulatedDevice(
@@ -89,33 +80,16 @@ LLAMA_PPO: dict[str, Any] = {
 CASES = {
     "GRPO, colocated": Case(QWEN2),
     "PPO, resident, a budget": Case(policy="resident", budget=6_500_000, **LLAMA_PPO),
-    "PPO, gradients move with their model": Case(keeps_gradients=True, **LLAMA_PPO),
-    "gradients are dropped": Case(QWEN2, "colocated(drop_gradients=True)", keeps_gradients=True),
+    "PPO, colocated": Case(**LLAMA_PPO),
     "weights are streamed": Case(QWEN2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
     "an engine of its own, resident": Case(
         QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
     ),
-    "GRPO, the least host memory": Case(limit=6.5),
-    "PPO, 3 MiB of host memory short": Case(limit=13, cycle=CYCLES["ppo"], roles=PPO),
-    "host memory short, resident, a budget": Case(
-        None,
-        "resident",
-        ("train", "ref_log_prob", "train", "rollout", "weight_sync"),
-        limit=6.5,
-        budget=6 * MIB,
+    "the optimizer in its step": Case(
+        None, "colocated(optimizer_in='optimizer_step')", ("log_prob", "train", "optimizer_step")
     ),
-    "host memory short, the optimizer in its step": Case(
-        None,
-        "colocated(optimizer_in='optimizer_step')",
-        ("log_prob", "train", "optimizer_step"),
-        limit=6.5,
-    ),
-    "host memory short, streamed steps, two optimizers": Case(
-        None,
-        "colocated('streamed')",
-        ("checkpoint", "values", "reward", "train"),
-        limit=12,
-        roles=PPO,
+    "streamed steps, two optimizers": Case(
+        None, "colocated('streamed')", ("checkpoint", "values", "reward", "train"), roles=PPO
     ),
 }
 
@@ -157,8 +131,7 @@ class MeasuredPhase:
     host_bytes: int
     stall_seconds: float
     moved: tuple[int, ...]
-    """Bytes that were loaded, offloaded and skipped, and that the disk has written and read."""
-    disk_bytes: int
+    """Bytes that were loaded, offloaded and skipped."""
 
 
 def steps(
@@ -179,16 +152,12 @@ def steps(
             ) if index else manager.enter(phase)
             after = manager.snapshot()
             work.get(phase, lambda: None)()
-            if manager.settings.host_limit_bytes is not None:
-                settle(manager)
             found[-1].append(_row(phase, before, after, manager.snapshot()))
     return found
 
 
 def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> MeasuredPhase:
-    counters = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes"
-    )
+    counters = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
     then, now = (
         [sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)]
         for snapshot in (before, end)
@@ -199,20 +168,15 @@ def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> Measur
         host_bytes=sum(handle.host_bytes for handle in after.handles),
         stall_seconds=after.phase_stall_seconds[phase] - before.phase_stall_seconds.get(phase, 0.0),
         moved=tuple(one - other for one, other in zip(now, then, strict=True)),
-        disk_bytes=sum(handle.disk_bytes for handle in end.handles),
     )
 
 
-def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False
-) -> None:
-    optimizer.zero_grad()
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    if not keeps_gradients:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
 
 
 def net() -> torch.nn.Module:
@@ -230,37 +194,46 @@ def model(case: Case, role: str) -> torch.nn.Module:
     return made
 
 
+def register(
+    manager: placement.Manager | Run,
+    case: Case,
+    engine: Any,
+    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]],
+) -> list[torch.nn.Module]:
+    """Register a case's objects, with a manager and with a forecast alike. Returns its models;
+    those that are trained go to `trained` with their optimizers."""
+    models = []
+    for role, name in case.roles.items():
+        made = model(case, role)
+        models.append(made)
+        manager.register(role, made, role=role, readonly=name is None)
+        if name is not None:
+            optimizer = OPTIMIZERS[name](made.parameters())
+            manager.register(f"{role}.optimizer", optimizer)
+            trained.append((made, optimizer))
+    if engine is not None:
+        manager.register("rollout", engine, role="rollout")
+    return models
+
+
 def measure(
-    case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None
+    case: Case, cycles: int = 3, clock: LinkClock | None = None
 ) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
     device = case.device(None if clock is None else RATE)
-    limits = (
-        {}
-        if case.limit_bytes is None
-        else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
-    )
-    manager = placement.Manager(
-        device=device, policy=case.policy, budget_bytes=case.budget, **limits
-    )
-    models: list[torch.nn.Module] = []  # kept alive
+    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+    engine: SleepingEngine | None = None
+    if case.engine is not None:
+        engine = SleepingEngine(
+            tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache")
+        )
     try:
-        for role, name in case.roles.items():
-            models.append(made := model(case, role))
-            manager.register(role, made, role=role, readonly=name is None)
-            if name is not None:
-                trained.append((made, OPTIMIZERS[name](made.parameters())))
-                manager.register(f"{role}.optimizer", trained[-1][1])
-        if case.engine is not None:
-            engine = SleepingEngine(
-                tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache")
-            )
-            manager.register("rollout", engine, role="rollout")
+        models = register(manager, case, engine, trained)
 
         def work() -> None:
             for made, optimizer in trained:
-                train(made, optimizer, keeps_gradients=case.keeps_gradients)
+                train(made, optimizer)
 
         works: dict[str, Callable[[], object]] = {
             "optimizer_step" if "optimizer_step" in case.cycle else "train": work
@@ -269,6 +242,7 @@ def measure(
             assert clock is not None
             works[phase] = functools.partial(clock.sleep, seconds)
         found = steps(manager, case.cycle, works, cycles)
+        assert models
         return found, manager.snapshot().peak_bytes
     finally:
         while manager.phase_name != "idle":
@@ -276,30 +250,20 @@ def measure(
         manager.close()
 
 
-def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> placement.Forecast:
-    if case.config is not None:
-        case.config.save_pretrained(folder)
-    with torch.device("meta"):
-        source = net()
-    handles: dict[str, Model | Rollout] = {
-        role: Model(
-            source if case.config is None else folder,
-            optimizer=name,
-            dtype=None if case.config is None else case.dtype,
-            readonly=name is None,
-            gradients="kept" if case.keeps_gradients and name else "cleared",
-        )
-        for role, name in case.roles.items()
-    }
+def forecast(case: Case) -> placement.Forecast:
+    engine = None
     if case.engine is not None:
-        handles["rollout"] = Rollout(case.engine["weights"], case.engine["kv_cache"])
+        engine = Rollout(case.engine["weights"], case.engine["kv_cache"])
+
+    def worker(run: Run) -> None:
+        with torch.device("meta"):
+            register(run, case, engine, [])
+
     return placement.forecast(
-        handles,
-        layout=layout or Layout(),
+        worker,
         policy=case.policy,
         cycle=case.cycle,
         budget_bytes=case.budget,
-        host_limit_bytes=case.limit_bytes,
         device=case.device(),
         link=RATE,
         work_seconds=case.sleeps,
@@ -308,126 +272,47 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_forecast_is_what_the_manager_measures(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    told = forecast(case, tmp_path)
-    cycles, peak = (
-        measure(case, tmp_path, 3, LinkClock(monkeypatch))
-        if case.limit is None
-        else measure(case, tmp_path, 8)
-    )
+    told = forecast(case)
+    cycles, peak = measure(case, 3, LinkClock(monkeypatch))
     assert told.fits
     assert told.peak_bytes == peak
-    compared = [(cycles[-1], told.phases)]
-    if case.limit is None:
-        compared.append((cycles[0], told.first_phases))
-    else:
-        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], (
-            "the run is not steady yet"
-        )
-        assert told.disk_bytes == max(has.disk_bytes for has in cycles[-1])
-    moved = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes"
-    )
-    for measured, phases in compared:
+    moved = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    for measured, phases in ((cycles[-1], told.phases), (cycles[0], told.first_phases)):
         for has, phase in zip(measured, phases, strict=True):
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
             assert has.moved == moved(phase), phase.phase
-            assert has.disk_bytes == phase.disk_bytes
-            if case.limit is None:
-                assert has.host_bytes == phase.host_bytes
-            # an engine's copies are its own, and take no time of the simulated link
-            if case.limit is None and case.engine is None:
+            assert has.host_bytes == phase.host_bytes
+            # an engine's copies are its own, and take no time of the simulated link; a streamed
+            # step is no stall of a phase transition
+            if case.engine is None and not phase.streamed_bytes:
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
                     phase.phase
                 )
 
 
 def test_the_rows_of_a_forecast_that_stall_are_those_of_the_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Going back to `idle` is a row of its own, and a phase to which nothing moves has none."""
     case = Case(cycle=("rollout", "ref_log_prob", "checkpoint", "train"))
-    told = {each.phase for each in forecast(case, tmp_path).phases if each.stall_seconds}
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    told = {each.phase for each in forecast(case).phases if each.stall_seconds}
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     assert told == {each.phase for each in measured if each.stall_seconds}
     assert told == {"rollout", "ref_log_prob", "train", "idle"}
 
 
-@pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])
-def test_a_registration_that_a_manager_refuses_is_foreseen(
-    limit: float, roles: Mapping[str, str | None], tmp_path: Path
-) -> None:
-    case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
-    try:
-        measure(case, tmp_path, cycles=0)
-    except placement.HostMemoryError as error:
-        refused = str(error).partition("\n")[0]
-    told = forecast(case, tmp_path)
-    assert told.refused_registrations[:1] == ((refused,) if refused else ())
-    assert told.fits is not bool(refused)
-
-
-def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
-    told = forecast(
-        CASES[("PPO, 3 MiB of host memory short")], tmp_path, layout=Layout(data_parallel=4)
-    )
-    assert told.host_bytes > 13 * MIB
-    assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
-    assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
-    assert told.node_disk_bytes == 4 * told.disk_bytes > 0
-    assert told.node_host_bytes == 4 * told.host_bytes
-    assert forecast(Case(limit=8), tmp_path).disk_bytes == 0
-
-
-def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Only this rank's part of it counts towards the limit."""
-    with torch.device("meta"):
-        handles = {
-            "actor": Model(net(), optimizer="sgd"),
-            "ref": Model(net(), readonly=True, replicated=True),
-        }
-    layout, device = Layout(data_parallel=4), Case().device()
-
-    def told(limit_bytes: int) -> placement.Forecast:
-        return placement.forecast(
-            handles,
-            layout=layout,
-            cycle=["log_prob", "train"],
-            host_limit_bytes=limit_bytes,
-            device=device,
-        )
-
-    roomy = told(5 * MIB // 2)
-    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (
-        0,
-        5 * MIB // 2,
-        10 * MIB,
-    )
-    # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
-    tight = told(9 * MIB // 4)
-    assert tight.disk_bytes == 2 * MIB
-    assert any("goes over the limit, up to 2,621,440 bytes" in note for note in tight.notes)
-    assert not caplog.records  # the note is enough
-    assert {each.name: each.host_bytes for each in tight.handles} == {
-        "actor": 2 * MIB,
-        "actor.optimizer": 0,
-        "ref": MIB // 2,
-    }
-
-
-def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
+def test_a_phase_that_the_manager_refuses_is_told() -> None:
     case = Case(QWEN2, budget=1_000_000)
-    told = forecast(case, tmp_path)
+    told = forecast(case)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
     with pytest.raises(
         placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"
     ) as caught:
-        measure(case, tmp_path)
+        measure(case)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -451,12 +336,11 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     policy: Colocated,
     phase: str,
     less: set[str],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
-    told = forecast(case, tmp_path)
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    told = forecast(case)
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     for has, each in zip(measured, told.phases, strict=True):
         assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
         assert has.moved[0] == each.loaded_bytes, each.phase
@@ -466,7 +350,7 @@ def test_bytes_that_move_under_the_work_stall_nobody(
         ), each.phase
     assert told.fits
     stalls = {each.phase: each.stall_seconds for each in told.phases}
-    colocated = forecast(replace(case, policy="colocated", sleeps={}), tmp_path)
+    colocated = forecast(replace(case, policy="colocated", sleeps={}))
     assert {
         each.phase
         for each in colocated.phases
@@ -491,47 +375,10 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
     from torch.distributed.fsdp import fully_shard
 
     made = transformers.AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
-    told = parts_of(made, Layout(shards=7, gpus_per_node=7))
+    told = parts_of(made, 7)
     with mesh_of(7, "dp") as mesh:
         for layer in made.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(made, mesh=mesh)
         has = [parameter.to_local().untyped_storage().nbytes() for parameter in made.parameters()]
     assert [part.nbytes for part in told if part.parameters] == has
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.GPTNeoXConfig(**DECODER),
-        transformers.MixtralConfig(**DECODER, num_key_value_heads=2, num_local_experts=4),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) -> None:
-    """Dense models and fused experts."""
-    from torch.distributed.tensor import DTensor
-
-    ours = pytest.importorskip("transformers.distributed.tensor_parallel")
-    distributed = pytest.importorskip("transformers.distributed.configuration_utils")
-    if not hasattr(ours, "apply_tensor_parallelism") or not hasattr(
-        transformers.PreTrainedModel, "_resolve_parallel_plans"
-    ):
-        pytest.skip(
-            "this transformers has no functions that plan and apply tensor parallelism, so there "
-            "is nothing to compare with"
-        )
-    with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    told = [
-        each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters
-    ]
-    with mesh_of(2, "tp") as mesh:
-        plan, _, _ = made._resolve_parallel_plans(distributed.DistributedConfig(tp_size=2))
-        with torch.device("meta"):
-            ours.apply_tensor_parallelism(made, mesh, plan)
-        has = [
-            each.to_local().shape if isinstance(each, DTensor) else each.shape
-            for each in made.parameters()
-        ]
-    assert told == has

@@ -28,6 +28,7 @@ from placement.core.settings import HostCopies
 from placement.planning.host_tier import UseHistory
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
+from tests.support.buckets import set_bucket_bytes
 from tests.support.disk import settle
 from tests.support.late_device import LateDevice
 from tests.support.worker import assert_same, learn, net
@@ -156,12 +157,12 @@ class Program:
             if limit_bytes is None
             else {"host_limit_bytes": limit_bytes, "disk_directory": folder}
         )
+        set_bucket_bytes(bucket_chunks * CHUNK)
         self.manager = placement.Manager(
             device=self.device,
             policy=self.policy,
             budget_bytes=self.budget_bytes,
             host_copies=host_copies,
-            streamed_bucket_bytes=bucket_chunks * CHUNK,
             verify="always" if bucket_chunks == 3 else "off",
             **limit,
         )

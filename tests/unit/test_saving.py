@@ -19,6 +19,7 @@ from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES, Range
 from placement.testing import InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.support.buckets import set_bucket_bytes
 from tests.support.early import Early, wait_for_copies
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
@@ -182,7 +183,8 @@ def worker(**keywords: Any) -> tuple[Worker, Reader]:
 )
 def test_in_loads_swaps_and_steps(policy: Any) -> None:
     """Also streamed ones, and of what arrived early with the rest."""
-    made, device = worker(policy=policy, streamed_bucket_bytes=CHUNK)
+    set_bucket_bytes(CHUNK)
+    made, device = worker(policy=policy)
     assert made.optimizer.counters.loaded_bytes
     with made.manager.phase("values") as phase:
         wait_for_copies(made.manager)

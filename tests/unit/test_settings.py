@@ -58,9 +58,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "strict": True,
     "verify": "always",
-    "headroom": 0.1,
     "discovery": "/shared/targets",
-    "run": "grpo-7",
     "turns": "/shared/turns",
     "turn_deadline_seconds": 30.5,
 }
@@ -201,8 +199,8 @@ BAD_VALUES = [
     ("phases", {"distill": {"ref": "CPU_OFFLOADED"}}),
     ("phases", ["distill"]),
     ("strict", "perhaps"),
-    ("headroom", 1.0),
-    ("headroom", float("nan")),
+    ("turn_deadline_seconds", 0.0),
+    ("turn_deadline_seconds", float("nan")),
     ("host_limit_bytes and disk_directory belong together", "1GiB"),
     ("disk_directory", "here"),
     ("host_limit_bytes", True),
@@ -220,7 +218,7 @@ def test_a_bad_value_names_its_key_and_source(key: str, value: object) -> None:
     ("variable", "value"),
     [
         ("PLACEMENT_BUDGET_BYTES", "lots"),
-        ("PLACEMENT_HEADROOM", "2"),
+        ("PLACEMENT_STRICT", "perhaps"),
         ("PLACEMENT_PHASES", "{"),
         ("PLACEMENT_PHASES", "[]"),
     ],
@@ -236,8 +234,8 @@ def test_a_bad_variable_is_named(
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"placement\.toml: not a TOML file"):
         Settings.from_any(toml(tmp_path, "policy = "))
-    with pytest.raises(ValueError, match=r"placement\.toml: headroom"):
-        Settings.from_any(toml(tmp_path, "headroom = 3"))
+    with pytest.raises(ValueError, match=r"placement\.toml: strict"):
+        Settings.from_any(toml(tmp_path, "strict = 3"))
     (tmp_path / "latin").write_bytes(b'policy = "\xff"')
     with pytest.raises(ValueError, match="latin: not a TOML file"):
         Settings.from_any(tmp_path / "latin")
@@ -259,6 +257,6 @@ def test_the_keywords_are_the_fields_of_settings() -> None:
     assert ManagerKeywords.__annotations__.keys() == named | others
     assert ManagerKeywords.__required_keys__ == frozenset()
     fields, keywords = get_type_hints(Settings), get_type_hints(SettingsKeywords)
-    words = "verify strict headroom discovery run turn_deadline_seconds"
+    words = "verify strict discovery turn_deadline_seconds"
     for name in words.split():
         assert keywords[name] == fields[name], name

@@ -17,6 +17,7 @@ from placement import Manager, NotResidentError, PhaseError, PolicyError
 from placement.devices.memory import Chunk
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.buckets import set_bucket_bytes
 from tests.support.worker import OFF, assert_same
 
 CHUNK = 16 << 10
@@ -52,6 +53,11 @@ class Watched(SimulatedDevice):
         return chunk
 
 
+@pytest.fixture(autouse=True)
+def _buckets() -> None:
+    set_bucket_bytes(BUCKET)
+
+
 def words(step: int) -> torch.Tensor:
     return torch.randint(0, 160, (4,), generator=torch.Generator().manual_seed(step))
 
@@ -60,7 +66,6 @@ def manager_of(**keywords: Any) -> Manager:
     given = {
         "device": Watched(64 << 20, chunk_bytes=CHUNK),
         "policy": Colocated("streamed"),
-        "streamed_bucket_bytes": BUCKET,
     }
     return Manager(**{**given, **keywords})
 
@@ -448,10 +453,8 @@ def test_the_first_buckets_are_there_before_the_step_and_are_not_fetched_again(p
 
 
 def test_state_that_is_not_stepped_any_more_does_not_come_early() -> None:
-    # a window has room for all
-    pair = Pair(
-        lambda net: torch.optim.AdamW(net.layers.parameters()), streamed_bucket_bytes=1 << 20
-    )
+    set_bucket_bytes(1 << 20)  # a window has room for all
+    pair = Pair(lambda net: torch.optim.AdamW(net.layers.parameters()))
     with pair.manager.phase("train"):
         pair.step_both(0)
         pair.step_both(1)
@@ -497,7 +500,7 @@ def test_a_device_without_room_for_a_bucket_stops_there(pair: Pair) -> None:
         pair.device.outside_bytes = pair.device.memory().free_bytes
         with pytest.raises(placement.DeviceMemoryError) as caught:
             pair.optimizer.step()
-        assert "streamed_bucket_bytes" in caught.value.__notes__[0]
+        assert "Leave more device memory free" in caught.value.__notes__[0]
         pair.device.outside_bytes = 0
         assert_same(pair.handle.state_dict(), before)
         pair.net.zero_grad()

@@ -229,7 +229,7 @@ class WithTorch(SimulatedDevice):
 def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
     device = WithTorch(100 * PAGE)
     manager, model, optimizer, adam = registered(
-        [(10 * PAGE // 4,)] * 2, torch.optim.AdamW, device=device, headroom=0.2
+        [(10 * PAGE // 4,)] * 2, torch.optim.AdamW, device=device
     )  # 20 pages, and 40 for the moments
     for number in range(3):
         with manager.phase("train"):

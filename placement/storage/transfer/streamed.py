@@ -264,8 +264,8 @@ class StreamedStep:
         except DeviceMemoryError as error:
             error.add_note(
                 f"placement: step() of {self.holding.name!r} stopped before its bucket {index + 1} "
-                f"of {len(self._buckets)}; the parameters before it are stepped. Make "
-                "streamed_bucket_bytes smaller, or leave more device memory free in this phase."
+                f"of {len(self._buckets)}; the parameters before it are stepped. Leave more device "
+                "memory free in this phase."
             )
             raise
 
