@@ -15,7 +15,7 @@ from placement.group.turn import Turn
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096
-CAPACITY = 40 * CHUNK
+CAPACITY = 44 * CHUNK
 
 
 def turn_of(manager: Manager) -> Turn:
@@ -25,7 +25,7 @@ def turn_of(manager: Manager) -> Turn:
 
 
 class Sharer:
-    """A trainer on a simulated GPU of 40 chunks that others share. Its actor takes 33 of them: two
+    """A trainer on a simulated GPU of 44 chunks that others share. Its actor takes 33 of them: two
     of it do not fit."""
 
     def __init__(self, folder: str, **settings: Any) -> None:
@@ -34,8 +34,7 @@ class Sharer:
         self.device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared))
         self.manager = Manager(
             device=self.device,
-            **{"turns": f"{folder}/turns", "headroom": 0.0, "turn_deadline_seconds": 25.0}
-            | settings,
+            **{"turns": f"{folder}/turns", "turn_deadline_seconds": 25.0} | settings,
         )
         self.actor = nn.Linear(256, 128)
         self.before = self.actor.weight.detach().clone()
