@@ -167,11 +167,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--policy", help=_POLICY_HELP)
     add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
     add("--budget", metavar="BYTES", help=_BUDGET_HELP)
-    add(
-        "--host-limit",
-        metavar="BYTES",
-        help="host memory of a rank (host_limit_bytes); what is beyond it waits on a disk",
-    )
     add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
     add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
     _add_settings(parser)
@@ -249,7 +244,6 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         "steps": _numbers(arguments.steps, "--steps", "steps", int),
         "worker_role": arguments.worker_role or settings.worker_role,
         "phases": settings.phases,
-        "host_limit_bytes": arguments.host_limit or settings.host_limit_bytes,
     }
 
 
@@ -363,11 +357,7 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
     `heads`: of the columns, such as policies with their options."""
     sums = {"peak": "peak_bytes", "loaded": "loaded_bytes", "offloaded": "offloaded_bytes"}
-    sums |= {
-        "host, this rank": "host_bytes",
-        "host, node": "node_host_bytes",
-        "disk, this rank": "disk_bytes",
-    }
+    sums |= {"host, this rank": "host_bytes", "host, node": "node_host_bytes"}
     columns = [["", *map(_name, forecasts[0].phases), *sums, "stall", "fits"]]
     for head, each in zip(heads, forecasts, strict=True):
         device = [
@@ -388,10 +378,7 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
     names, *rows = zip(*columns, strict=True)
     lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
     lines += [
-        f"note: {note}"
-        for note in dict.fromkeys(
-            note for each in forecasts for note in (*each.refused_registrations, *each.notes)
-        )
+        f"note: {note}" for note in dict.fromkeys(note for each in forecasts for note in each.notes)
     ]
     return "\n".join(lines)
 
@@ -420,16 +407,6 @@ def _troubles(phase: PhaseForecast) -> list[str]:
             f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by "
             "optimizers"
         )
-    if phase.disk_written_bytes or phase.disk_read_bytes:
-        waited = (
-            (f", {readable(phase.disk_waited_bytes)} of it waited for")
-            if phase.disk_waited_bytes
-            else ""
-        )
-        said.append(
-            f"disk: {readable(phase.disk_written_bytes)} written, "
-            f"{readable(phase.disk_read_bytes)} read{waited}"
-        )
     return said + (
         [(f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside")]
         if phase.gradient_bytes
@@ -441,8 +418,6 @@ def _troubles_at_first(forecast: Forecast) -> list[str]:
     """Lines about phases that fail in the first step alone, or at registration."""
     if forecast.fits or any(not each.fits for each in forecast.phases):
         return []
-    if forecast.refused_registrations:
-        return ["", "registration is refused:", *forecast.refused_registrations]
     troubles = [
         f"{_name(each)}: {text}"
         for each in forecast.first_phases
@@ -460,13 +435,8 @@ def _sums(forecast: Forecast) -> list[str]:
     lines = [
         (f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)")
     ]
-    on_disk = (
-        (f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node")
-        if forecast.disk_bytes
-        else "none"
-    )
     host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
-    lines.append(f"host memory           {host}; on disk: {on_disk}")
+    lines.append(f"host memory           {host}")
     lines.append(f"of a node             {_node(forecast)}")
     per = "a step" if forecast.first_phases else "in all"
     lines.append(
@@ -489,24 +459,15 @@ def _sums(forecast: Forecast) -> list[str]:
 
 
 def _node(forecast: Forecast) -> str:
-    """The host memory and the disk of a node, by kind, and what of it does not fit."""
+    """The host memory of a node, by kind, and what of it does not fit."""
     copies, kind = forecast.node_host_bytes - forecast.node_mirror_bytes, "page-locked"
     if forecast.pageable_reason is not None:
         kind = f"pageable ({forecast.pageable_reason})"
-    said = (
-        f"{readable(copies)} {kind}, {readable(forecast.node_mirror_bytes)} engines' mirrors, "
-        f"{readable(forecast.node_disk_bytes)} on disk"
-    )
-    over = {"host memory": forecast.over_host_bytes, "disk": forecast.over_disk_bytes}
-    return "; ".join(
-        [
-            said,
-            *(
-                (f"does not fit: {readable(nbytes)} too many for its {name}")
-                for name, nbytes in over.items()
-                if nbytes
-            ),
-        ]
+    said = f"{readable(copies)} {kind}, {readable(forecast.node_mirror_bytes)} engines' mirrors"
+    if not forecast.over_host_bytes:
+        return said
+    return (
+        f"{said}; does not fit: {readable(forecast.over_host_bytes)} too many for its host memory"
     )
 
 

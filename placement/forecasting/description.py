@@ -163,7 +163,6 @@ class Link(Frozen):
     """Free bytes of the device; None: not known. So with the following."""
     chunk_bytes: int | None = None
     host_available_bytes: int | None = None
-    disk_free_bytes: int | None = None
     pageable_reason: str | None = None
     """Why the machine's host memory is not page-locked; None: it is, or nobody has looked."""
     transitions: TransitionSeconds | None = None
@@ -266,17 +265,10 @@ class PhaseForecast(Frozen):
     """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy
     (`optimizer_in="streamed"`)."""
     host_bytes: int
-    """Host bytes of this rank's host copies that are in host memory, at their most."""
-    disk_bytes: int = 0
-    """Bytes of this rank's files on disk."""
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_waited_bytes: int = 0
-    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while
-    phases compute."""
+    """Host bytes of this rank's host copies."""
     stall_seconds: float | None = None
-    """How long the moves take and streamed steps keep the link busy, without waits for the disk;
-    None if the link is not known."""
+    """How long the moves take and streamed steps keep the link busy; None if the link is not
+    known."""
     work_seconds: float | None = None
     """The given duration of the work itself; None if it was not given."""
 
@@ -303,23 +295,13 @@ class Forecast(Frozen):
     pageable_reason: str | None = None
     """Why the other part is not page-locked, so that copies are slow; None: it is, or nobody has
     looked."""
-    disk_bytes: int = 0
-    """The most bytes of this rank's files on disk."""
-    node_disk_bytes: int = 0
-    """Bytes of the files of all ranks of a node."""
     fits: bool
     """Whether every registration and every phase fits, the first cycle included."""
-    refused_registrations: tuple[str, ...] = ()
-    """Why the limit on host memory refuses registrations, a sentence for each; empty where it
-    refuses none."""
     over_bytes: int = 0
     """Bytes by which the largest phase misses the budget."""
     over_host_bytes: int = 0
     """Bytes by which `node_host_bytes` misses the host memory that the link's file says is
     available; 0 if it fits or is not known."""
-    over_disk_bytes: int = 0
-    """Bytes by which `node_disk_bytes` misses the disk that the link's file says is free; 0 if it
-    fits or is not known."""
     stall_seconds: float | None
     """How long the moves of all `phases` take together; None if the link is not known."""
     loaded_bytes: int

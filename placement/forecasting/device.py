@@ -11,7 +11,6 @@ import itertools
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from placement.core.interrupts import BackgroundThread, is_background
 from placement.core.states import IDLE, WEIGHTS
 from placement.devices.base import Device, check_slots, round_up
 from placement.devices.cuda.device import CHUNK_BYTES
-from placement.devices.host.disk_file import BLOCK_BYTES
 from placement.devices.host.slab import Slab
 from placement.devices.memory import (
     Addresses,
@@ -98,22 +96,12 @@ class SizedSlab(Slab):
 
     has_views = False
 
-    def __init__(self, nbytes: int, writes: Mapping[int, int]) -> None:
+    def __init__(self, nbytes: int) -> None:
         super().__init__(0)
-        self.address, self.nbytes, self._writes = _take(nbytes), nbytes, writes
-
-    @property
-    def writes(self) -> list[int]:
-        """How often the device has copied to each block, in the blocks of a file on disk."""
-        return [self._writes.get(block, 0) for block in _blocks(self.address, self.nbytes)]
+        self.address, self.nbytes = _take(nbytes), nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        self.before_use()
         return sized((nbytes,), address=self.address + offset)
-
-
-def _blocks(address: int, nbytes: int) -> range:
-    return range(address // BLOCK_BYTES, -(-(address + nbytes) // BLOCK_BYTES))
 
 
 class _Mark(Mark):
@@ -190,8 +178,6 @@ class SizesDevice(Device):
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
         # how often the bytes of a slot were changed, by the slot's number
         self._writes: dict[int, int] = {}
-        # how often the bytes of a block of host memory were copied to, by the block's number
-        self._host_writes: Counter[int] = Counter()
         # the first and the last address of what comes over the link in part, and the part
         self._shares: list[tuple[int, int, float]] = []
         self._moved = threading.Condition()
@@ -262,7 +248,7 @@ class SizesDevice(Device):
     # --- the contract of `Device`
 
     def host(self, nbytes: int) -> HostSlab:
-        return SizedSlab(nbytes, self._host_writes)
+        return SizedSlab(nbytes)
 
     def shared_host(
         self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int
@@ -291,8 +277,6 @@ class SizesDevice(Device):
             self._chunks.discard(chunk)  # type: ignore[arg-type]  # another device's is not in it
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        for each in copies if direction == "to_host" else ():
-            self._host_writes.update(_blocks(each.host_address, each.nbytes))
         for each in copies:
             part = next(
                 (part for first, last, part in self._shares if first <= each.device_address < last),

@@ -158,7 +158,6 @@ def forecast(
     steps: Mapping[str, int] | None = None,
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
-    host_limit_bytes: int | str | None = None,
     device: Sizing | None = None,
 ) -> Forecast:
     """Tell what a job needs in each phase and what its moves cost, before it runs.
@@ -182,8 +181,6 @@ def forecast(
             state, and one is taken where it is left out.
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
-        host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a
-            disk that is taken to keep up with the phases. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
@@ -204,7 +201,6 @@ def forecast(
     _check_numbers("work seconds", work_seconds, names)
     _check_numbers("number of steps", steps, names)
     budget = None if budget_bytes is None else _bytes("budget_bytes", budget_bytes)
-    limit = None if host_limit_bytes is None else _bytes("host_limit_bytes", host_limit_bytes)
     notes: list[str] = []
     if budget is None and found is not None and found.free_bytes is not None:
         budget = int(found.free_bytes * (1 - _HEADROOM))
@@ -220,7 +216,6 @@ def forecast(
         notes += [each for each in remarked if each not in notes]
     numbers: dict[str, Any] = {
         "budget_bytes": budget,
-        "host_limit_bytes": limit,
         "work_seconds": work_seconds,
         "steps": steps,
     }
@@ -229,14 +224,9 @@ def forecast(
         told = run.in_the_steady_state(entered, layout.ranks_per_node, notes)
     if found is None:
         return told
-    needs = (
-        (told.node_host_bytes, found.host_available_bytes),
-        (told.node_disk_bytes, found.disk_free_bytes),
-    )
-    over_host, over_disk = (0 if left is None else max(0, needed - left) for needed, left in needs)
+    available = found.host_available_bytes
     machine = {
-        "over_host_bytes": over_host,
-        "over_disk_bytes": over_disk,
+        "over_host_bytes": 0 if available is None else max(0, told.node_host_bytes - available),
         "pageable_reason": found.pageable_reason,
     }
     return told.model_copy(update=machine)

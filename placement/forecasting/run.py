@@ -4,35 +4,27 @@ holds, moves and takes."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from placement.core.errors import DeviceMemoryError, HostMemoryError, PhaseError, PlacementError
+from placement.core.errors import DeviceMemoryError, PhaseError, PlacementError
 from placement.core.states import IDLE, HandleView, Plan, Policy, State, View, bytes_under
-from placement.devices.base import round_up
-from placement.devices.host.disk_file import DiskFile, GoesOn, always
-from placement.devices.host.slab import PAGE, Slab
 from placement.forecasting.description import Forecast, HandleForecast, Phase, PhaseForecast
 from placement.forecasting.device import (
     Object,
     SizedEngine,
     SizedModule,
     SizedOptimizer,
-    SizedSlab,
     SizesDevice,
     sized,
 )
 from placement.manager import Manager
-from placement.planning.host_tier import DiskTier, HostShare
 from placement.planning.planner import ask_policy, check_fits, handle_view
-from placement.registration.handle import Handle
-from placement.storage.disk import Keeper, Place, Spill
-from placement.storage.managed import ManagedStorage
 
 _NESTED = {"optimizer_step": "train"}  # phases that workers open inside another one
 _MOST_CYCLES = 8  # a policy that has not settled after so many steps is shown as it is then
-_NO_LIMIT = 1 << 62  # the bytes where no budget, or no limit on host memory, is given
+_NO_LIMIT = 1 << 62  # the bytes where no budget is given
 
 
 class Moved(NamedTuple):
@@ -42,8 +34,6 @@ class Moved(NamedTuple):
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     prefetched_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
 
     @classmethod
     def total(cls, each: Iterable[Moved]) -> Moved:
@@ -77,8 +67,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     """One worker that only has sizes, under a real manager.
 
     The objects are in registration order; `names` are those of all phases that come. `work_seconds`
-    and `steps` (of optimizers) are by phase. Beyond `host_limit_bytes` host copies are on disk. The
-    settings are the manager's `worker_role` and `phases`.
+    and `steps` (of optimizers) are by phase. The settings are the manager's `worker_role` and
+    `phases`.
     """
 
     def __init__(
@@ -91,7 +81,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
         budget_bytes: int | None,
         work_seconds: Mapping[str, float] | None = None,
         steps: Mapping[str, int] | None = None,
-        host_limit_bytes: int | None = None,
         **settings: Any,
     ) -> None:
         self._asked = Asked(policy)
@@ -106,8 +95,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             budget_bytes=max(1, self._budget_bytes),
             **settings,
         )
-        self._host_limit_bytes = _NO_LIMIT if host_limit_bytes is None else host_limit_bytes
-        self._tier = CountedTier(self._manager, self._host_limit_bytes, self._shared_part)
         try:
             for each in objects:
                 self._objects[each.name] = each
@@ -144,27 +131,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
         while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
             cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
         first, phases = cycles[0], cycles[-1]
-        if over := [each for each in (*first, *phases) if each.host_bytes > self._host_limit_bytes]:
-            names, most = (
-                ", ".join(dict.fromkeys(each.phase for each in over)),
-                max(each.host_bytes for each in over),
-            )
-            notes = [
-                *notes,
-                (
-                    f"in {names} so much is needed at once that host memory goes over the limit, "
-                    f"up to {most:,} bytes"
-                ),
-            ]
         stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
         handles = self._handles(ranks_per_node)
         shared_bytes = sum(
             each.node_host_bytes - each.host_bytes * ranks_per_node for each in handles
         )
-        host_bytes, disk_bytes = (
-            max(getattr(each, name) for each in (*first, *phases))
-            for name in ("host_bytes", "disk_bytes")
-        )
+        host_bytes = max(each.host_bytes for each in (*first, *phases))
         over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
         over_bytes += [
             max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes)
@@ -180,12 +152,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             host_bytes=host_bytes,
             node_host_bytes=host_bytes * ranks_per_node + shared_bytes,
             node_mirror_bytes=sum(each.mirror_bytes for each in handles) * ranks_per_node,
-            disk_bytes=disk_bytes,
-            node_disk_bytes=disk_bytes * ranks_per_node,
-            fits=not self._tier.refused
-            and not self._asked.unfit
-            and all(each.fits for cycle in cycles for each in cycle),
-            refused_registrations=tuple(self._tier.refused.values()),
+            fits=not self._asked.unfit and all(each.fits for cycle in cycles for each in cycle),
             over_bytes=max(over_bytes),
             stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
             **{
@@ -203,7 +170,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 for key in ("name", "kind", "role", "readonly", "owners", "num_bytes")
             }
             handle = self._manager.handles[name]
-            host_bytes = self._tier.share_of(handle).total_bytes
+            host_bytes = self._objects[name].own(handle.host_bytes)
             node_bytes = (
                 host_bytes * ranks_per_node
                 if self._objects[name].sharers is None
@@ -242,12 +209,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 # a weight sync fills what it discards, whatever phase does that in this cycle
                 each.target.residency.stale = None
                 each.target.phase = phase.name
-        self._tier.begin()
         began = self._device.seconds
         problem = self._try_to_enter(phase)
         stall, moved, views = self._device.seconds - began, self._moved(), self._views()
         work_seconds = self._work_seconds.get(phase.name)
-        disk_waited_bytes, gradient_bytes, streamed = self._tier.waited_bytes, 0, Moved()
+        gradient_bytes, streamed = 0, Moved()
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
@@ -281,9 +247,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
             gradient_bytes=gradient_bytes,
             **Moved.total((*moved.values(), streamed))._asdict(),
             streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
-            host_bytes=self._tier.most_bytes(),
-            disk_bytes=sum(handle.disk_bytes for handle in self._manager.handles.values()),
-            disk_waited_bytes=disk_waited_bytes,
+            host_bytes=sum(
+                self._objects[name].own(handle.host_bytes)
+                for name, handle in self._manager.handles.items()
+            ),
             stall_seconds=None if link is None else round(stall, 9),
             work_seconds=work_seconds,
         )
@@ -363,14 +330,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
-        names = (
-            "loaded_bytes",
-            "offloaded_bytes",
-            "skipped_bytes",
-            "prefetch_used_bytes",
-            "spilled_bytes",
-            "disk_read_bytes",
-        )
+        names = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes")
         return {
             name: Moved(*attrgetter(*names)(handle.counters))
             for name, handle in self._manager.handles.items()
@@ -388,134 +348,3 @@ class Run(contextlib.AbstractContextManager["Run"]):
             )
             for name, after in self._counters.items()
         }
-
-    def _shared_part(self, name: str, nbytes: int) -> int | None:
-        return None if self._objects[name].sharers is None else self._objects[name].own(nbytes)
-
-
-# --- the limit on host memory: the manager's own host tier, on a disk that counts bytes and takes
-# no time
-#
-# What a keeper's thread does while phases compute is done here at once, when it is arranged.
-
-
-class _File(DiskFile):
-    """A file without bytes. It knows which of a slab's blocks were copied to since it took them."""
-
-    def __init__(self, slab: SizedSlab) -> None:
-        self.nbytes, self.num_blocks = round_up(slab.nbytes, PAGE), len(slab.writes)
-        self._slab = slab
-        self.forget()
-
-    def forget(self) -> None:
-        self._has: Sequence[int | None] = [None] * self.num_blocks
-
-    def write(self, address: int, goes_on: GoesOn = always) -> tuple[int, bool]:
-        before, self._has = self._has, [*self._slab.writes]
-        return sum(
-            self.block(index)[1] for index, now in enumerate(self._has) if now != before[index]
-        ), True
-
-    def read(self, address: int, goes_on: GoesOn = always) -> list[int]:
-        return []
-
-
-class _Spill(Spill):
-    """A host copy without bytes."""
-
-    def _release(self, slab: Slab) -> None:
-        slab.is_released = True
-
-    def _renew(self, slab: Slab, fill: Callable[[], bool] | None) -> bool:
-        slab.is_released = False
-        return fill is None or fill()
-
-    def _new_file(self, slab: Slab) -> DiskFile:
-        assert isinstance(slab, SizedSlab)
-        return _File(slab)
-
-
-class _Keeper(Keeper):
-    """A keeper whose work is done when `arrange` returns."""
-
-    waited_bytes: int  # see `CountedTier.waited_bytes`
-    look: Callable[[], object]  # called whenever something has left or come
-
-    def _work(self) -> None:
-        """Nothing is left for a thread."""
-
-    def _warn(self, what: str, text: str) -> None:
-        """Nothing: the forecast has a note of it."""
-
-    def arrange(self, order: Sequence[Spill], fixed_bytes: int, wait: Callable[[], object]) -> None:
-        super().arrange(order, fixed_bytes, lambda: None)
-        with self._in_front(order):
-            while self._step():
-                self.look()
-
-    def bring(self, *spills: Spill) -> None:
-        self.waited_bytes += sum(spill.nbytes for spill in spills if spill.place is Place.DISK)
-        super().bring(*spills)
-        self.look()
-
-
-class CountedTier(DiskTier):
-    """The host tier of a manager on a `SizesDevice`, in the place of the manager's own. It refuses
-    no registration. `part_of`: returns this rank's part of a host copy's bytes, by the handle's
-    name; None where no other rank shares the host copy."""
-
-    keeper_type, spill_type = _Keeper, _Spill
-    _keeper: _Keeper
-
-    def __init__(
-        self, manager: Manager, limit_bytes: int, part_of: Callable[[str, int], int | None]
-    ) -> None:
-        stack = manager._stack
-        super().__init__(
-            manager.device,
-            stack.registry.handles,
-            stack.reconciler.prefetcher.discard,
-            limit_bytes,
-            "",
-            gives_back=False,
-        )
-        stack.reconciler.disk_tier, stack.registry.admit = self, self.admit
-        self._part_of = part_of
-        self._keeper.look = self.most_bytes
-        # why a manager refuses registrations, by the handles' names
-        self.refused: dict[str, str] = {}
-        self.begin()
-
-    def begin(self) -> None:
-        self._most_bytes = self._keeper.waited_bytes = 0
-
-    @property
-    def waited_bytes(self) -> int:
-        """Bytes that somebody has waited for since `begin`, because they were on the disk."""
-        return self._keeper.waited_bytes
-
-    def most_bytes(self) -> int:
-        """The most bytes of host copies that were in host memory since `begin`."""
-        self._most_bytes = max(
-            self._most_bytes,
-            sum(self.share_of(handle).held_bytes for handle in self._handles.values()),
-        )
-        return self._most_bytes
-
-    def admit(self, handle: Handle, needed: Callable[[], int]) -> None:
-        """Make room as a manager does. Where that refuses the registration, note it and go on."""
-        nbytes = needed()
-        part = self._part_of(handle.name, nbytes)
-        try:
-            super().admit(handle, lambda: nbytes if part is None else part)
-        except HostMemoryError as error:
-            self.refused.setdefault(handle.name, str(error).partition("\n")[0])
-
-    def share_of(self, handle: Handle) -> HostShare:
-        found = super().share_of(handle)
-        part = self._part_of(handle.name, found.total_bytes)
-        return found if part is None else HostShare(part, part, part)
-
-    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
-        part = self._part_of(handle.name, holding.host_bytes)
-        return super()._spills_of(handle, holding) if part is None else ([], part)

@@ -31,7 +31,6 @@ from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient
 from placement.phases.moves import Mover
 from placement.phases.phase import OpenPhase, innermost
-from placement.planning.host_tier import disk_tier_for
 from placement.planning.planner import (
     Planner,
     check_fits,
@@ -95,10 +94,6 @@ class Reconciler:
             None if lease is None else lease.capacity_bytes,
         )
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
-        # None: host memory has no limit
-        self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)
-        if self.disk_tier is not None:
-            registry.admit = self.disk_tier.admit
         self.outside = Outside(device.communicators, self.planner.memory)
         self.lease_client = (
             None
@@ -188,8 +183,6 @@ class Reconciler:
             room_bytes = self.lease_client.take(name, plan, room_bytes)
             # a wait for other processes takes all handles off the device
             all_are_there = is_there(self._handles, plan)
-        if self.disk_tier is not None:
-            self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         propose = (lambda _: None) if self.vote is None else self.vote.propose
@@ -233,8 +226,6 @@ class Reconciler:
             failures += refused
         ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
-            if self.disk_tier is not None:
-                self.disk_tier.prepare(within)
             ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
@@ -300,8 +291,6 @@ class Reconciler:
             self.outside.measure(self.planner.memory)
         if self.lease_client is not None:
             self.lease_client.settle(name)
-        if self.disk_tier is not None:
-            self.disk_tier.arrange(name)
 
     @contextmanager
     def stall_of(self, name: str) -> Iterator[None]:

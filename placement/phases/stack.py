@@ -374,8 +374,6 @@ class PhaseStack:
                         failures.append(error)
                 if failures:
                     _raise_all(failures)
-                if self.reconciler.disk_tier is not None:
-                    self.reconciler.disk_tier.close()
                 self._device.close()
                 if self.reconciler.lease is not None:
                     self.reconciler.lease.close()

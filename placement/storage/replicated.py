@@ -345,13 +345,6 @@ class SharedScanner(StorageScanner):
             own = trained + own
         return found, own
 
-    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
-        frozen, trained, own = self._divide(adoptees)
-        shared_bytes = sum(
-            super(SharedScanner, self).first_host_bytes(each) for each in (frozen, trained)
-        )
-        return shared_bytes // self._ranks.shares.world_size + super().first_host_bytes(own)
-
     def _divide(
         self, adoptees: Sequence[Adoptee]
     ) -> tuple[list[Adoptee], list[Adoptee], list[Adoptee]]:
@@ -367,9 +360,6 @@ class SharedScanner(StorageScanner):
                 else _kind_of(adoptee)
             ].append(adoptee)
         return groups
-
-    def state_host_bytes(self, sizes: Sequence[int], parts: int) -> int:
-        return super().state_host_bytes(sizes, parts) // self._ranks.shares.world_size
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Make a host copy for state of these sizes that all ranks share. Every rank calls this at

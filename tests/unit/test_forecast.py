@@ -471,20 +471,6 @@ def test_an_engines_mirror_is_host_memory_of_its_node(tmp_path: Path) -> None:
             alone.node_host_bytes + 4 * mirror,
         )
         assert told.node_mirror_bytes == 4 * mirror
-    limit = alone.host_bytes + MIB // 2  # the mirror stays, so the actor's host copy leaves
-    kept, discarded = (
-        placement.forecast(
-            {"actor": actor, "rollout": Rollout(MIB, MIB, keeps)},
-            cycle=["rollout"],
-            host_limit_bytes=limit,
-        )
-        for keeps in (True, False)
-    )
-    assert (kept.disk_bytes, discarded.disk_bytes) == (alone.host_bytes, 0)
-    refused = placement.forecast(
-        {"rollout": Rollout(MIB, MIB)}, cycle=["rollout"], host_limit_bytes=MIB - 1
-    )
-    assert "'rollout' needs" in refused.refused_registrations[0]
 
 
 @pytest.mark.parametrize(
@@ -507,19 +493,14 @@ def test_what_a_node_has_too_little_of_is_told() -> None:
         to_device_bytes_per_second=1e9,
         to_host_bytes_per_second=1e9,
         host_available_bytes=3 * MIB,
-        disk_free_bytes=MIB,
         pageable_reason="no",
     )
     layout, handles = Layout(data_parallel=4), {"actor": Model(mlp()), "rollout": Rollout(MIB, MIB)}
     told = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=link)
-    assert told.over_host_bytes == told.node_host_bytes - 3 * MIB > 0 == told.over_disk_bytes
-    assert "pageable (no), 4 MiB engines' mirrors, 0 on disk; does not fit: " in table(told)
+    assert told.over_host_bytes == told.node_host_bytes - 3 * MIB > 0
+    assert "pageable (no), 4 MiB engines' mirrors; does not fit: " in table(told)
     roomy = placement.forecast(handles, layout=layout, cycle=["log_prob"], link=1e9)
-    assert "page-locked, 4 MiB engines' mirrors, 0 on disk\n" in table(roomy)
-    limited = placement.forecast(
-        handles, layout=layout, cycle=["log_prob"], link=link, host_limit_bytes=MIB + MIB // 2
-    )
-    assert limited.over_disk_bytes == max(0, limited.node_disk_bytes - MIB) > 0
+    assert "page-locked, 4 MiB engines' mirrors\n" in table(roomy)
 
 
 def test_a_first_streamed_step_only_sends_and_later_ones_go_both_ways() -> None:

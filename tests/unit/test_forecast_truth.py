@@ -24,7 +24,6 @@ from placement.forecasting.job import parts_of
 from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
-from tests.support.disk import settle
 from tests.support.early import Early
 
 transformers = pytest.importorskip("transformers")
@@ -64,16 +63,10 @@ class Case:
     """The optimizer of each role."""
     keeps_gradients: bool = False
     engine: Mapping[str, int] | None = None
-    limit: float | None = None
-    """Of host memory, in MiB."""
     dtype: torch.dtype = torch.bfloat16
     chunk_bytes: int = 64 << 10
     sleeps: Mapping[str, float] = field(default_factory=dict)
     """The seconds of the work in some phases."""
-
-    @property
-    def limit_bytes(self) -> int | None:
-        return None if self.limit is None else int(self.limit * MIB)
 
     def device(self, rate: float | None = None) -> SimulatedDevice:
         return SimulatedDevice(
@@ -94,28 +87,6 @@ CASES = {
     "weights are streamed": Case(QWEN2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
     "an engine of its own, resident": Case(
         QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
-    ),
-    "GRPO, the least host memory": Case(limit=6.5),
-    "PPO, 3 MiB of host memory short": Case(limit=13, cycle=CYCLES["ppo"], roles=PPO),
-    "host memory short, resident, a budget": Case(
-        None,
-        "resident",
-        ("train", "ref_log_prob", "train", "rollout", "weight_sync"),
-        limit=6.5,
-        budget=6 * MIB,
-    ),
-    "host memory short, the optimizer in its step": Case(
-        None,
-        "colocated(optimizer_in='optimizer_step')",
-        ("log_prob", "train", "optimizer_step"),
-        limit=6.5,
-    ),
-    "host memory short, streamed steps, two optimizers": Case(
-        None,
-        "colocated('streamed')",
-        ("checkpoint", "values", "reward", "train"),
-        limit=12,
-        roles=PPO,
     ),
 }
 
@@ -157,8 +128,7 @@ class MeasuredPhase:
     host_bytes: int
     stall_seconds: float
     moved: tuple[int, ...]
-    """Bytes that were loaded, offloaded and skipped, and that the disk has written and read."""
-    disk_bytes: int
+    """Bytes that were loaded, offloaded and skipped."""
 
 
 def steps(
@@ -179,16 +149,12 @@ def steps(
             ) if index else manager.enter(phase)
             after = manager.snapshot()
             work.get(phase, lambda: None)()
-            if manager.settings.host_limit_bytes is not None:
-                settle(manager)
             found[-1].append(_row(phase, before, after, manager.snapshot()))
     return found
 
 
 def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> MeasuredPhase:
-    counters = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "spilled_bytes", "disk_read_bytes"
-    )
+    counters = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
     then, now = (
         [sum(each) for each in zip(*map(counters, snapshot.handles), strict=True)]
         for snapshot in (before, end)
@@ -199,7 +165,6 @@ def _row(phase: str, before: Snapshot, after: Snapshot, end: Snapshot) -> Measur
         host_bytes=sum(handle.host_bytes for handle in after.handles),
         stall_seconds=after.phase_stall_seconds[phase] - before.phase_stall_seconds.get(phase, 0.0),
         moved=tuple(one - other for one, other in zip(now, then, strict=True)),
-        disk_bytes=sum(handle.disk_bytes for handle in end.handles),
     )
 
 
@@ -231,18 +196,11 @@ def model(case: Case, role: str) -> torch.nn.Module:
 
 
 def measure(
-    case: Case, folder: Path, cycles: int = 3, clock: LinkClock | None = None
+    case: Case, cycles: int = 3, clock: LinkClock | None = None
 ) -> tuple[list[list[MeasuredPhase]], int]:
     """Run the case for real. Returns its cycles, and the peak of device bytes."""
     device = case.device(None if clock is None else RATE)
-    limits = (
-        {}
-        if case.limit_bytes is None
-        else {"host_limit_bytes": case.limit_bytes, "disk_directory": str(folder)}
-    )
-    manager = placement.Manager(
-        device=device, policy=case.policy, budget_bytes=case.budget, **limits
-    )
+    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
     models: list[torch.nn.Module] = []  # kept alive
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
     try:
@@ -299,7 +257,6 @@ def forecast(case: Case, folder: Path, *, layout: Layout | None = None) -> place
         policy=case.policy,
         cycle=case.cycle,
         budget_bytes=case.budget,
-        host_limit_bytes=case.limit_bytes,
         device=case.device(),
         link=RATE,
         work_seconds=case.sleeps,
@@ -312,33 +269,17 @@ def test_a_forecast_is_what_the_manager_measures(
 ) -> None:
     case = CASES[name]
     told = forecast(case, tmp_path)
-    cycles, peak = (
-        measure(case, tmp_path, 3, LinkClock(monkeypatch))
-        if case.limit is None
-        else measure(case, tmp_path, 8)
-    )
+    cycles, peak = measure(case, 3, LinkClock(monkeypatch))
     assert told.fits
     assert told.peak_bytes == peak
-    compared = [(cycles[-1], told.phases)]
-    if case.limit is None:
-        compared.append((cycles[0], told.first_phases))
-    else:
-        assert [has.moved for has in cycles[-1]] == [has.moved for has in cycles[-2]], (
-            "the run is not steady yet"
-        )
-        assert told.disk_bytes == max(has.disk_bytes for has in cycles[-1])
-    moved = attrgetter(
-        "loaded_bytes", "offloaded_bytes", "skipped_bytes", "disk_written_bytes", "disk_read_bytes"
-    )
-    for measured, phases in compared:
+    moved = attrgetter("loaded_bytes", "offloaded_bytes", "skipped_bytes")
+    for measured, phases in ((cycles[-1], told.phases), (cycles[0], told.first_phases)):
         for has, phase in zip(measured, phases, strict=True):
             assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
             assert has.moved == moved(phase), phase.phase
-            assert has.disk_bytes == phase.disk_bytes
-            if case.limit is None:
-                assert has.host_bytes == phase.host_bytes
+            assert has.host_bytes == phase.host_bytes
             # an engine's copies are its own, and take no time of the simulated link
-            if case.limit is None and case.engine is None:
+            if case.engine is None:
                 assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), (
                     phase.phase
                 )
@@ -350,69 +291,25 @@ def test_the_rows_of_a_forecast_that_stall_are_those_of_the_metric(
     """Going back to `idle` is a row of its own, and a phase to which nothing moves has none."""
     case = Case(cycle=("rollout", "ref_log_prob", "checkpoint", "train"))
     told = {each.phase for each in forecast(case, tmp_path).phases if each.stall_seconds}
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     assert told == {each.phase for each in measured if each.stall_seconds}
     assert told == {"rollout", "ref_log_prob", "train", "idle"}
 
 
-@pytest.mark.parametrize(("limit", "roles"), [(1, GRPO), (5.9, PPO), (6, PPO)])
-def test_a_registration_that_a_manager_refuses_is_foreseen(
-    limit: float, roles: Mapping[str, str | None], tmp_path: Path
-) -> None:
-    case, refused = Case(limit=limit, roles=roles, cycle=("log_prob",)), ""
-    try:
-        measure(case, tmp_path, cycles=0)
-    except placement.HostMemoryError as error:
-        refused = str(error).partition("\n")[0]
-    told = forecast(case, tmp_path)
-    assert told.refused_registrations[:1] == ((refused,) if refused else ())
-    assert told.fits is not bool(refused)
-
-
-def test_the_limit_on_host_memory_and_a_node_are_told(tmp_path: Path) -> None:
-    told = forecast(
-        CASES[("PPO, 3 MiB of host memory short")], tmp_path, layout=Layout(data_parallel=4)
-    )
-    assert told.host_bytes > 13 * MIB
-    assert told.first_phases[0].disk_waited_bytes == told.first_phases[0].disk_read_bytes == 2 * MIB
-    assert [note for note in told.notes if "goes over the limit, up to 14,680,064 bytes" in note]
-    assert told.node_disk_bytes == 4 * told.disk_bytes > 0
-    assert told.node_host_bytes == 4 * told.host_bytes
-    assert forecast(Case(limit=8), tmp_path).disk_bytes == 0
-
-
-def test_a_host_copy_that_the_ranks_of_a_node_share_stays_in_host_memory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Only this rank's part of it counts towards the limit."""
+def test_a_host_copy_that_the_ranks_of_a_node_share_counts_once() -> None:
     with torch.device("meta"):
         handles = {
             "actor": Model(net(), optimizer="sgd"),
             "ref": Model(net(), readonly=True, replicated=True),
         }
-    layout, device = Layout(data_parallel=4), Case().device()
-
-    def told(limit_bytes: int) -> placement.Forecast:
-        return placement.forecast(
-            handles,
-            layout=layout,
-            cycle=["log_prob", "train"],
-            host_limit_bytes=limit_bytes,
-            device=device,
-        )
-
-    roomy = told(5 * MIB // 2)
-    assert (roomy.disk_bytes, roomy.host_bytes, roomy.node_host_bytes) == (
-        0,
-        5 * MIB // 2,
-        10 * MIB,
+    told = placement.forecast(
+        handles,
+        layout=Layout(data_parallel=4),
+        cycle=["log_prob", "train"],
+        device=Case().device(),
     )
-    # the actor's host copy leaves: it takes 2 MiB, and a quarter of the other one 0.5 MiB
-    tight = told(9 * MIB // 4)
-    assert tight.disk_bytes == 2 * MIB
-    assert any("goes over the limit, up to 2,621,440 bytes" in note for note in tight.notes)
-    assert not caplog.records  # the note is enough
-    assert {each.name: each.host_bytes for each in tight.handles} == {
+    assert (told.host_bytes, told.node_host_bytes) == (5 * MIB // 2, 10 * MIB)
+    assert {each.name: each.host_bytes for each in told.handles} == {
         "actor": 2 * MIB,
         "actor.optimizer": 0,
         "ref": MIB // 2,
@@ -427,7 +324,7 @@ def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"
     ) as caught:
-        measure(case, tmp_path)
+        measure(case)
     assert caught.value.wanted_bytes == refused.wanted_bytes
     assert refused.wanted_bytes - refused.over_bytes == case.budget
     assert told.over_bytes == refused.over_bytes
@@ -456,7 +353,7 @@ def test_bytes_that_move_under_the_work_stall_nobody(
 ) -> None:
     case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
     told = forecast(case, tmp_path)
-    measured = measure(case, tmp_path, 3, LinkClock(monkeypatch))[0][-1]
+    measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     for has, each in zip(measured, told.phases, strict=True):
         assert sum(has.handle_bytes.values()) == each.device_bytes, each.phase
         assert has.moved[0] == each.loaded_bytes, each.phase

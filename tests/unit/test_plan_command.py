@@ -32,28 +32,6 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_limit_on_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", model, "--host-limit", "120MiB", "--compare", "colocated,resident"]) == 0
-    assert "disk, this rank" in capsys.readouterr().out
-    assert main(["plan", model, "--host-limit", "120MiB"]) == 0
-    text = capsys.readouterr().out
-    assert "disk: " in text
-    assert "on disk: none" not in text
-    assert main(["plan", model, "--host-limit", "10GiB"]) == 0
-    assert "on disk: none" in capsys.readouterr().out
-    # a manager refuses to register the optimizer
-    assert main(["plan", model, "--host-limit", "100MiB"]) == 1
-    text = capsys.readouterr().out
-    assert (
-        "registration is refused:\n'actor.optimizer' together with actor, which it steps, needs"
-    ) in text
-    assert text.endswith("it does not fit\n")
-    assert main(["plan", model, "--host-limit", "100MiB", "--compare", "colocated,resident"]) == 1
-    text = capsys.readouterr().out
-    assert text.count("actor.optimizer' together with actor") == 1
-    assert "yes" not in text
-
-
 def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         model,
@@ -83,7 +61,7 @@ def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None
             "weight_sync",
             "actor.optimizer",
             "3.500",
-            "a node; on disk: none",
+            " a node",
         )
     )
     assert all(len(line) <= 120 for line in text.splitlines())

@@ -22,6 +22,7 @@ from placement.devices.cuda.fingerprint_kernel import kernel_of
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
 from placement.devices.cuda.streams import own_stream
+from placement.devices.host.file_slab import read_ahead
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Pin, Slab, wait_until_ready
 from placement.devices.inspection import placing
@@ -247,6 +248,7 @@ class CudaDevice(Device):
         handle = self._driver.api.CUstream(stream.cuda_stream)
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
+            read_ahead(copy.host_address, copy.nbytes)
         if direction == "to_device":
             function, calls = (
                 "cuMemcpyHtoDAsync",
