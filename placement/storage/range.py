@@ -179,12 +179,6 @@ class Range:
         device, or poison."""
         return self._device.view(self.layout.addresses, offset, nbytes)
 
-    @property
-    def has_early(self) -> bool:
-        """Whether pages of it are aside, or will be while the phase computes. Copies between them
-        and the slab may begin at any time."""
-        return bool(self.pages.aside_bytes) or self.pages.is_receiving
-
     def note_written(self) -> None:
         """The slab has changed, or is about to: forget its fingerprints, and do not use what was
         prefetched."""

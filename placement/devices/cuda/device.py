@@ -248,8 +248,9 @@ class CudaDevice(Device):
         handle = self._driver.api.CUstream(stream.cuda_stream)
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
-            read_ahead(copy.host_address, copy.nbytes)
         if direction == "to_device":
+            for copy in copies:
+                read_ahead(copy.host_address, copy.nbytes)
             function, calls = (
                 "cuMemcpyHtoDAsync",
                 [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies],

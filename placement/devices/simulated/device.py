@@ -297,7 +297,8 @@ class SimulatedDevice(Device):
         self._check_process()
         begin = max(time.monotonic(), self._link_free_at[direction])
         for run in copies:
-            read_ahead(run.host_address, run.nbytes)
+            if direction == "to_device":
+                read_ahead(run.host_address, run.nbytes)
             ends = (
                 (run.device_address, run.host_address)
                 if direction == "to_device"
