@@ -36,23 +36,23 @@ _PAUSE_SECONDS = 1.0  # a disk in a cloud is slower for a while after much was r
 class _Plain:
     """A file that is written and read from its beginning to its end, through the page cache."""
 
-    def __init__(self, folder: str, nbytes: int) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file = file
         self._block = bytearray(os.urandom(_BLOCK_BYTES))
         self._offsets = range(0, nbytes, _BLOCK_BYTES)
-        os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        os.posix_fallocate(file, 0, nbytes)
 
     def write(self) -> None:
         for offset in self._offsets:
-            os.pwrite(self._file.fileno(), self._block, offset)
-        os.fdatasync(self._file.fileno())
+            os.pwrite(self._file, self._block, offset)
+        os.fdatasync(self._file)
 
     def read(self) -> None:
         for offset in self._offsets:
-            os.preadv(self._file.fileno(), [self._block], offset)
+            os.preadv(self._file, [self._block], offset)
 
     def forget(self) -> None:
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Copies:
@@ -97,8 +97,11 @@ def _forget(slab: FileSlab) -> float:
 def measure(rig: Rig, results: Results) -> None:
     folder = os.environ.get("BENCH_DISK", tempfile.gettempdir())
     nbytes = rig.pick(8 << 20, 256 << 20, 2 << 30)
-    with results.system(_SCENARIO, "placement"):
-        plain, copies = _Plain(folder, nbytes), _Copies(rig, nbytes)
+    with (
+        results.system(_SCENARIO, "placement"),
+        tempfile.TemporaryFile(buffering=0, dir=folder) as opened,
+    ):
+        plain, copies = _Plain(opened.fileno(), nbytes), _Copies(rig, nbytes)
         memory, file = copies.device.host(nbytes), FileSlab(folder, nbytes)
         memory.ready.wait()
         kept: list[float] = []

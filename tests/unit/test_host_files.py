@@ -271,7 +271,7 @@ def test_a_registration_without_room_on_the_disk_changes_nothing(tmp_path: Path)
 
 
 class Unforeseen(torch.optim.Optimizer):
-    """Its steps create state of a size that nobody can know before."""
+    """Its steps create state of a size that is not known before."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
