@@ -334,7 +334,7 @@ def _ranges(storage: ManagedStorage) -> Iterator[Range]:
 
 
 def _is_free(storage: ManagedStorage, r: Range) -> bool:
-    """Whether the host copy is this process's alone, and nobody may write there."""
+    """Whether the host copy is this process's alone, and no caller may write there."""
     is_exposed = r.is_shown and storage.state_dict_tensors.are_held
     return not (r.is_shared or is_exposed or r.moving_in is not None)
 
