@@ -30,7 +30,6 @@ from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.moves import Mover
 from placement.phases.phase import OpenPhase, innermost
-from placement.planning.host_tier import disk_tier_for
 from placement.planning.planner import (
     Planner,
     check_fits,
@@ -85,10 +84,6 @@ class Reconciler:
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory())
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
-        # None: host memory has no limit
-        self.disk_tier = disk_tier_for(settings, device, self._handles, self.prefetcher.discard)
-        if self.disk_tier is not None:
-            registry.admit = self.disk_tier.admit
         self.outside = Outside(device.communicators, self.planner.memory)
         # handles that are on the device although the last phase transition wanted them off it
         self.left_behind: tuple[Handle, ...] = ()
@@ -169,8 +164,6 @@ class Reconciler:
         """Move every handle where the plan wants it, all or nothing. If `all_are_there`, only a
         group (`agree`) is asked.
         `room_bytes`: see `check_fits`."""
-        if self.disk_tier is not None:
-            self.disk_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         before = self._journal.num_moves
         propose = (lambda _: None) if self.vote is None else self.vote.propose
@@ -208,8 +201,6 @@ class Reconciler:
         failures = [*failures]
         ahead, before = NOTHING_AHEAD, self._journal.num_moves
         try:
-            if self.disk_tier is not None:
-                self.disk_tier.prepare(plan)
             ahead, _ = self._look_ahead(name, plan)
         except Exception as error:  # the device failed
             failures.append(error)
@@ -280,8 +271,6 @@ class Reconciler:
         if self._journal.num_moves != before:
             self.measure()
             self.outside.measure(self.planner.memory)
-        if self.disk_tier is not None:
-            self.disk_tier.arrange(name)
 
     @contextmanager
     def stall_of(self, name: str) -> Iterator[None]:

@@ -381,8 +381,6 @@ class PhaseStack:
                         failures.append(error)
                 if failures:
                     _raise_all(failures)
-                if self.reconciler.disk_tier is not None:
-                    self.reconciler.disk_tier.close()
                 self._device.close()
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.give_back()
