@@ -44,6 +44,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "weight_changes": (90, 150),
     "forecast": (40, 60),
     "foresight": (120, 480),
+    "host_files": (120, 300),
 }
 
 

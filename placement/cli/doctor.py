@@ -19,7 +19,7 @@ from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.snapshot import LinkRates, TransitionSeconds, readable
 from placement.devices.base import Device
-from placement.devices.host.disk_file import check_directory
+from placement.devices.host.file_slab import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES

@@ -130,7 +130,7 @@ def deferred(kind: type[_Deferral] = _Deferral) -> AbstractContextManager[None]:
 
 def check() -> None:
     """Raise a noted interrupt. Called after, or in the middle of, every wait of a transition
-    (device, vote, lock, turn, disk)."""
+    (device, vote, lock, turn)."""
     if _current is not None:
         _current.deliver()
 

@@ -1,8 +1,8 @@
 """The journal: one record for each state transition, and the counters that the metrics export.
 
 `Journal.record` is the only place that counts a state transition, so the journal and the metrics
-cannot disagree on these. What moves between state transitions (streamed steps, the disk) is counted
-where it moves.
+cannot disagree on these. What moves between state transitions (streamed steps) is counted where it
+moves.
 """
 
 from __future__ import annotations
@@ -95,10 +95,6 @@ class HandleCounters:
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     prefetch_used_bytes: int = 0
-    spilled_bytes: int = 0
-    """Bytes of the host copy written to disk. Only the thread that moves them there adds to it; the
-    same for the next."""
-    disk_read_bytes: int = 0
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 

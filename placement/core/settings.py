@@ -32,7 +32,6 @@ TURNS_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - `Turn` checks
 
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "off"]
-HostCopies = Literal["reserved", "while_needed"]
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
@@ -129,15 +128,11 @@ class Settings(BaseModel):
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. A host copy beyond
     it stays pageable. None: no limit."""
     host_limit_bytes: Bytes | None = Field(default=None, gt=0)
-    """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed
-    last wait in `disk_directory`. None: no limit."""
+    """Host bytes that the host copies of this manager may hold; "200GiB" works too. A host copy
+    that has no room within it is in a file of `disk_directory` for its life. None: no limit."""
     disk_directory: Annotated[str, BeforeValidator(_folder)] | None = None
     """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room
     for."""
-    host_copies: HostCopies = "reserved"
-    """Whether the host memory of a trained handle stays reserved while the handle stays on the
-    device: "reserved", so that it can always be offloaded; "while_needed": it is given back where
-    no coming phase needs it, and taken again before one does."""
     worker_role: WorkerRole = "hybrid"
     phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
     """The user's own phases: for each name the roles that it needs on the device, as a list, or as
@@ -273,7 +268,6 @@ class SettingsKeywords(TypedDict, total=False):
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
     disk_directory: str | os.PathLike[str] | None
-    host_copies: HostCopies
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify

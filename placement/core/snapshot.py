@@ -49,14 +49,14 @@ class HandleSnapshot(Frozen):
     """Device bytes that a framework keeps for the handle even while it is offloaded. They are not
     part of `resident_bytes`."""
     host_bytes: int
-    """Host bytes of its host copy; for a rollout engine that keeps its weights by itself, of the
-    engine's mirror."""
+    """Bytes of host memory of its host copy; for a rollout engine that keeps its weights by itself,
+    of the engine's mirror."""
     mirror_bytes: int = 0
     """The part of `host_bytes` that is an engine's mirror: the copy of its weights that it keeps
     while they are off the device."""
     disk_bytes: int = 0
-    """Bytes of the files that the host copy has on disk. A file is kept while its bytes are in host
-    memory, too."""
+    """Bytes of its host copy that are in files (`Settings.disk_directory`). They are not part of
+    `host_bytes`."""
     host_pageable_bytes: int
     """The part of `host_bytes` that could not be pinned."""
     state_seconds: dict[State, float]
@@ -71,10 +71,6 @@ class HandleSnapshot(Frozen):
     """Bytes that offloads proved clean and did not copy."""
     prefetch_used_bytes: int = 0
     """The part of `loaded_bytes` that had arrived before the load."""
-    spilled_bytes: int = 0
-    """Bytes of the host copy written to disk."""
-    disk_read_bytes: int = 0
-    """Bytes of the host copy read back from disk."""
     last_transition_timestamp_seconds: float
     drift_bytes: int
     """Bytes of tensors that the last audit found outside the handle's ranges."""
@@ -153,9 +149,6 @@ class Snapshot(Frozen):
     them."""
     prefetch_discarded_bytes: int = 0
     """Bytes that arrived early and were given up unused."""
-    disk_wait_seconds: float = 0.0
-    """Seconds that callers have waited for host copies to leave for the disk or to come back.
-    Inside a phase transition they are part of its stall."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -172,9 +165,9 @@ class Snapshot(Frozen):
         `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"),
         `phase_seconds` by phase, `loaded_bytes`, `prefetch_used_bytes` (the part of them that
         nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`, `skipped_bytes`,
-        `disk_wait_seconds`, `failures` and `pairing_violations` are differences. `resident_bytes`,
-        `host_bytes` and `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the
-        manager's life. Handles that were unregistered since do not count.
+        `failures` and `pairing_violations` are differences. `resident_bytes`, `host_bytes` and
+        `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life.
+        Handles that were unregistered since do not count.
         """
         before = {
             (handle.name, handle.registered_timestamp_seconds): handle for handle in earlier.handles
@@ -188,7 +181,7 @@ class Snapshot(Frozen):
             figures["failures"] += sum(handle.failures.values()) - (
                 0 if old is None else sum(old.failures.values())
             )
-        for name in ("prefetch_discarded_bytes", "pairing_violations", "disk_wait_seconds"):
+        for name in ("prefetch_discarded_bytes", "pairing_violations"):
             figures[name] = getattr(self, name) - getattr(earlier, name)
         for name in ("resident_bytes", "host_bytes", "disk_bytes"):
             figures[name] = sum(getattr(handle, name) for handle in self.handles)

@@ -53,7 +53,7 @@ class Inspection(Frozen):
     link: LinkRates
     # host memory that this process can still take: the machine's, or what its control groups leave
     host_available_bytes: int
-    # free bytes where host copies leave for (`Settings.disk_directory`); None where none is set
+    # free bytes in `Settings.disk_directory`; None where none is set
     disk_free_bytes: int | None = None
     # why host memory could not be page-locked, so that copies are slower; None if it could
     pageable_reason: str | None

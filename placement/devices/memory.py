@@ -118,23 +118,20 @@ class HostSlab(abc.ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the machine's memory that count for this process: all, or its share where
-        processes share the slab."""
+        """Bytes of the machine's memory that count for this process: all, its share where processes
+        share the slab, none where it is the mapping of a file."""
         return self.nbytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are in a file on a disk, see `file_slab`: all or none."""
+        return 0
 
     @property
     def has_views(self) -> bool:
         """Whether a tensor of `view` may be alive. If so, the memory is not used for other
         bytes."""
         return True
-
-    def claim(self) -> None:
-        """Have the memory here until the next phase transition is over, for whoever uses its
-        addresses. Waits where it has to come back.
-
-        Raises:
-            HostMemoryError: there is not enough memory for what has left.
-        """
 
     @abc.abstractmethod
     def view(self, offset: int, nbytes: int) -> torch.Tensor:

@@ -94,7 +94,7 @@ _OF_HANDLE = (
     ),
     _Metric(
         "placement_resident_bytes",
-        "Bytes that the handle holds, by memory: device, host or disk.",
+        "Bytes that the handle holds, by memory: device, host, or files on a disk.",
         "memory",
         lambda handle: {
             "device": handle.resident_bytes,
@@ -139,8 +139,6 @@ _OF_HANDLE = (
         "placement_prefetch_used_bytes_total",
         "Bytes that had arrived before the load that needed them.",
     ),
-    _Metric("placement_spilled_bytes_total", "Bytes of host copies written to disk."),
-    _Metric("placement_disk_read_bytes_total", "Bytes of host copies read back from disk."),
 )
 _OF_WORKER = (
     _Metric(
@@ -188,10 +186,6 @@ _OF_WORKER = (
         "placement_host_pageable_bytes",
         "Bytes of host copies that could not be pinned.",
         value=lambda snapshot: sum(handle.host_pageable_bytes for handle in snapshot.handles),
-    ),
-    _Metric(
-        "placement_disk_wait_seconds_total",
-        "Seconds spent waiting for host copies to leave for the disk or to come back.",
     ),
     _Metric(
         "placement_prefetch_discarded_bytes_total",

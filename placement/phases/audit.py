@@ -55,7 +55,6 @@ def take_snapshot(
         communicator_bytes=outside.communicator_bytes,
         ipc_collected_bytes=device.ipc_collected_bytes,
         prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
-        disk_wait_seconds=0.0,
         wrong_writes=journal.wrong_writes,
         kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
         expired_keeps=journal.expired_keeps,
@@ -80,14 +79,7 @@ _OF_HANDLE = (
 )
 _OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes")
 _OF_COUNTERS = (
-    *(
-        "loaded_bytes",
-        "offloaded_bytes",
-        "skipped_bytes",
-        "prefetch_used_bytes",
-        "spilled_bytes",
-        "disk_read_bytes",
-    ),
+    *("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes"),
     *("last_transition_timestamp_seconds", "registered_timestamp_seconds"),
 )
 """The fields that have the same name in a snapshot and where they come from."""

@@ -490,7 +490,7 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
         for h in view.handles.values()
         if not h.external
     )
-    table = bytes_table(("holds", "wants"), rows)
+    table = _bytes_table(rows)
     error = DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, "
         "the "
@@ -507,9 +507,9 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     raise error
 
 
-def bytes_table(heads: tuple[str, str], rows: Iterable[tuple[str, int, int]]) -> str:
-    """A table of two numbers of bytes for each handle, largest first."""
-    lines = [f"  {'handle':<24} {heads[0]:>18} {heads[1]:>18}"]
+def _bytes_table(rows: Iterable[tuple[str, int, int]]) -> str:
+    """A table of the bytes that each handle holds and wants, largest first."""
+    lines = [f"  {'handle':<24} {'holds':>18} {'wants':>18}"]
     lines += [
         (f"  {name:<24} {one:>18,} {other:>18,}")
         for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))

@@ -198,7 +198,7 @@ class Prefetcher:
         lacking = [
             (r, index)
             for r, index in chunks
-            if r.pages.can_be_aside and _claim(storage, r) and r.pages.table[index].memory is None
+            if r.pages.can_be_aside and _is_free(storage, r) and r.pages.table[index].memory is None
         ]
         nbytes = sum(r.chunk_sizes[index] for r, index in lacking)
         if nbytes > room_bytes:
@@ -221,7 +221,7 @@ class Prefetcher:
     def _reserve_aside(self, storage: ManagedStorage) -> None:
         """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
         for r in storage.ranges:
-            if _claim(storage, r):
+            if _is_free(storage, r):
                 r.pages.reserve_aside(self.copies.pause)
 
     def _room_bytes(self, name: str, plan: Plan) -> int:
@@ -330,16 +330,13 @@ def _by_range(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
 
 
 def _ranges(storage: ManagedStorage) -> Iterator[Range]:
-    return (r for r in storage.ranges if r.pages.can_be_aside and _claim(storage, r))
+    return (r for r in storage.ranges if r.pages.can_be_aside and _is_free(storage, r))
 
 
-def _claim(storage: ManagedStorage, r: Range) -> bool:
-    """Claim the host copy. Returns whether it has the range's bytes in host memory, for this
-    process alone, and nobody may write there."""
+def _is_free(storage: ManagedStorage, r: Range) -> bool:
+    """Whether the host copy is this process's alone, and no caller may write there."""
     is_exposed = r.is_shown and storage.state_dict_tensors.are_held
-    return not (r.is_shared or is_exposed or r.moving_in is not None) and (
-        r.spill is None or r.spill.claim_if_here()
-    )
+    return not (r.is_shared or is_exposed or r.moving_in is not None)
 
 
 def _lacking_within(pages: Pages, room_bytes: int) -> list[int]:

@@ -187,14 +187,14 @@ class Handle:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy that are in host memory now, and of host memory reserved for state
-        that is not created yet."""
+        """Bytes of host memory of the host copy, and of what is reserved there for state that is
+        not created yet. See `disk_bytes`."""
         return self.storage.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that the host copy has on disk now. A file is kept while its bytes are
-        in host memory, too."""
+        """Bytes of the host copy, and of what is reserved for state that is not created yet, that
+        are in files (`Settings.disk_directory`). They are not part of `host_bytes`."""
         return self.storage.disk_bytes
 
     @property

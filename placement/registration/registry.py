@@ -20,6 +20,7 @@ from placement.core.modes import callers_function_modes
 from placement.core.settings import NAME, Settings
 from placement.core.states import KINDS, ROLES, State
 from placement.devices.base import Device
+from placement.devices.host.file_slab import new_slab_for
 from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.ownership.adapter import Adapter
@@ -85,8 +86,7 @@ class Registry:
         self._streaming = streaming
         self._settings = settings
         self._when_unused = when_unused
-        self.admit: Callable[[Handle, Callable[[], int]], object] = lambda *_: None
-        """Makes room in host memory, where that has a limit: `DiskTier.admit`."""
+        self._new_slab = new_slab_for(settings, device)
         self._has_warned = False
 
     def add(
@@ -227,8 +227,8 @@ class Registry:
                 else ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
             )
             holding.scanner.when_unused = self._when_unused
+            holding.scanner.new_slab = self._new_slab
             with torch.no_grad():
-                self.admit(handle, holding.expected_host_bytes)
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
@@ -254,11 +254,6 @@ class Registry:
                 "leave readonly=True out"
             )
         engine.residency.attach(lambda: self._device.memory().free_bytes)
-        try:
-            self.admit(handle, lambda: engine.residency.mirror_bytes)
-        except HostMemoryError:
-            engine.residency.detach()
-            raise
         handle.storage, handle.built_object = engine.residency, engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
@@ -293,7 +288,6 @@ class Registry:
             else most_buckets(sum(sizes or ()), bucket_bytes_of(self._device))
         )
         try:
-            self.admit(handle, lambda: holding.scanner.host_bytes_for(sizes or (), parts))
             holding.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()

@@ -175,11 +175,7 @@ class AdoptedStorage(Storage):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(
-            {
-                spill: spill.disk_bytes for r in self.ranges if (spill := r.spill) is not None
-            }.values()
-        )
+        return sum(r.host.file_bytes for r in self.ranges) + self.scanner.reserved_file_bytes
 
     @property
     def host_pageable_bytes(self) -> int:
@@ -440,14 +436,6 @@ class AdoptedStorage(Storage):
         except BaseException:
             self.unadopt()
             raise
-
-    def expected_host_bytes(self) -> int:
-        """Host memory of this process that adopting the object takes, at its registration."""
-        born = self._first_look()
-        return sum(
-            self.scanner.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
-            for adoptees in (born.lasting, born.transient)
-        )
 
     def _first_look(self) -> Scan:
         """Look at the object, at its registration. Raises RegistrationError, before anything

@@ -105,7 +105,8 @@ class Storage(abc.ABC):
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that the host copy has on disk (`Settings.disk_directory`)."""
+        """Bytes of the host copy, and of what is reserved for state that is not created yet, that
+        are in files (`Settings.disk_directory`)."""
         return 0
 
     @property

@@ -104,13 +104,10 @@ class ManagedStorage(AdoptedStorage):
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end
-        of `make_consistent` the object may be in any state. If it raises because the host copy is
-        on disk and does not fit, or values are lost, written or computed from poison, the move has
-        not begun."""
+        of `make_consistent` the object may be in any state. If it raises because values are lost,
+        written or computed from poison, the move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
-        for r in self.ranges:
-            r.claim()  # before anything changes
         if self.on_device:
             self._begin_offload(chunk_pool)
             return
@@ -147,7 +144,7 @@ class ManagedStorage(AdoptedStorage):
                 each.disown(live)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
-        slabs = [r.host for r in dead if r.transient and r.spill is None]
+        slabs = [r.host for r in dead if r.transient and not r.is_shared]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
@@ -415,9 +412,6 @@ class ManagedStorage(AdoptedStorage):
         for r in self.ranges:
             if r.transient or r.moving_in is not None:
                 continue
-            # before the fingerprints are read: they are unknown where the slab has come back
-            # without its bytes
-            r.claim()
             host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
             device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
             if changed := differing(host_prints, device_prints):

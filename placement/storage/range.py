@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
-from placement.storage.disk import Spill
 from placement.storage.fingerprints import differing, fingerprints, used_bytes
 from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
 from placement.storage.pages import Pages
@@ -70,13 +69,11 @@ class Range:
         # whether a state dict has shown the slab. Its holder may have written there, so `prints`
         # may be out of date.
         self.is_shown = False
-        # the way of the slab's bytes to a disk and back; None where they never leave host memory
-        self.spill: Spill | None = None
 
     @property
     def host(self) -> HostSlab:
-        """The slab, some bytes of which may still be on their way, or on disk. Who reads or writes
-        it asks for a `view`, or claims it."""
+        """The slab, some bytes of which may still be on their way. Who reads or writes it asks for
+        a `view`."""
         return self.pages.host
 
     def move_in(self) -> None:
@@ -143,27 +140,11 @@ class Range:
         """Whether any tensor still lies in the range, or is about to move in."""
         return self.moving_in is not None or any(not placed.ref.expired() for placed in self.placed)
 
-    def claim(self) -> None:
-        """Have the host copy in host memory until the next phase transition is over. Bytes may
-        still be on their way from the device.
-        Raises HostMemoryError: there is not enough memory for bytes that are on disk.
-        Raises IntegrityError: values are lost."""
-        if self.spill is not None:
-            self.spill.claim()
-            self.spill.require_values()
-
-    def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
-        """A tensor over a part of the complete host copy, which stays in host memory as long as the
-        tensor lives. Waits for bytes on their way there.
-        `even_if_lost`: for an object that leaves for good. It gets NaN where values are lost,
-        unless the loss is found only now.
-        Raises HostMemoryError, IntegrityError: see `claim`."""
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A tensor over a part of the complete host copy, which stays as long as the tensor lives.
+        Waits for bytes on their way there."""
         self.pages.wait_until_saved()
-        was_lost = self.spill is not None and self.spill.lost is not None
-        view = self.host.view(offset, nbytes)
-        if self.spill is not None and not (even_if_lost and was_lost):
-            self.spill.require_values()
-        return view
+        return self.host.view(offset, nbytes)
 
     def fingerprint(self, first: int, last: int) -> torch.Tensor:
         """Fingerprints of chunks `first` up to `last` (not included), computed from the device;
@@ -182,12 +163,6 @@ class Range:
         """A tensor over a part of the range, with what is behind its addresses: the bytes on the
         device, or poison."""
         return self._device.view(self.layout.addresses, offset, nbytes)
-
-    @property
-    def has_early(self) -> bool:
-        """Whether pages of it are aside, or will be while the phase computes. Copies between them
-        and the slab may begin at any time."""
-        return bool(self.pages.aside_bytes) or self.pages.is_receiving
 
     def note_written(self) -> None:
         """The slab has changed, or is about to: forget its fingerprints, and do not use what was

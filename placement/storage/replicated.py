@@ -223,15 +223,6 @@ class ReplicatedStorage(ManagedStorage):
         own = [each for each in adoptees if not self.readonly and not _is_frozen(each)]
         return frozen, own
 
-    def expected_host_bytes(self) -> int:
-        born = self._first_look()
-        frozen, own = self._divide(born.lasting)
-        frozen_bytes, own_bytes, transient_bytes = (
-            self.scanner.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
-            for adoptees in (frozen, own, born.transient)
-        )
-        return frozen_bytes // self._ranks.shares.world_size + own_bytes + transient_bytes
-
     def adopt_shared(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
         frozen, own = self._divide(adoptees)
         if not frozen:

@@ -221,6 +221,7 @@ class StorageScanner:
         self._reserved_addresses: Addresses | None = None
         # memory of gradients that have died, for those of the present offload: pinning takes long
         self.spare: HostSlab | None = None
+        self.new_slab: Callable[[int], HostSlab] = device.host
         self.when_unused: Callable[[], object] = lambda: None  # see `Range`
         _SCANNERS.add(self)
 
@@ -447,9 +448,8 @@ class StorageScanner:
         if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
             slab = spare
         elif self.reserved is None or self.reserved.nbytes < nbytes:
-            slab = self._device.host(nbytes)
+            slab = self.new_slab(nbytes)
         else:
-            self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
         fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         fresh.when_unused = self.when_unused
@@ -477,13 +477,17 @@ class StorageScanner:
     def reserved_bytes(self) -> int:
         return 0 if self.reserved is None else self.reserved.held_bytes
 
+    @property
+    def reserved_file_bytes(self) -> int:
+        return 0 if self.reserved is None else self.reserved.file_bytes
+
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges:
         their first offload cannot lack them."""
         if sizes:
             nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)
-            self.reserved = self._device.host(nbytes)
+            self.reserved = self.new_slab(nbytes)
 
     def _addresses(self, nbytes: int) -> Addresses:
         if self._reserved_addresses is not None and self._reserved_addresses.nbytes >= nbytes:
@@ -570,11 +574,7 @@ class StorageScanner:
         while placed:
             storage, r, offset = placed.pop()
             nbytes = storage.nbytes()
-            bytes_now = (
-                r.on_device(offset, nbytes)
-                if on_device
-                else r.view(offset, nbytes, even_if_lost=True)
-            )
+            bytes_now = r.on_device(offset, nbytes) if on_device else r.view(offset, nbytes)
             target = self._device.torch_device if on_device else torch.device("cpu")
             move_out(
                 self._device,

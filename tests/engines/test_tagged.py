@@ -20,7 +20,6 @@ from placement import (
     BrokenHandleError,
     EngineError,
     EngineLost,
-    HostMemoryError,
     Plan,
     PolicyError,
     RegistrationError,
@@ -31,10 +30,9 @@ from placement.engines.http import Server
 from placement.engines.sglang import SglangServer
 from placement.engines.vllm import VllmServer
 from placement.observe.collector import make_registry
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
 from tests.engines.conftest import beside, publish
-from tests.engines.standin import CAPACITY, CHUNK, Memory
-from tests.support.disk import settle
+from tests.engines.standin import CHUNK, Memory
 
 
 class Own(TaggedEngine):
@@ -377,29 +375,6 @@ def test_an_engine_that_sleeps_already_has_its_mirror_unless_it_was_lost_and_res
     assert mirrored(manager) == (8 * CHUNK, 8 * CHUNK)
     engine.assume(offloaded=["kv_cache"])
     assert mirrored(manager) == (0, 0)
-
-
-def test_the_mirror_counts_against_the_limit_on_host_memory(shared: Path, tmp_path: Path) -> None:
-    sizes = {"weights": 8 * CHUNK, "kv_cache": 24 * CHUNK}
-    limit = {"disk_directory": str(tmp_path), "host_limit_bytes": 10 * CHUNK}
-    manager, actor, _ = beside(Own(shared, tag_bytes=sizes), shared, **limit)
-    settle(manager)
-    assert actor.host_bytes == 0  # together they go over the limit, and the mirror cannot leave
-    assert actor.disk_bytes > 2 * CHUNK
-    assert mirrored(manager) == (8 * CHUNK, 8 * CHUNK)
-    with pytest.raises(HostMemoryError, match="'large' needs"):
-        manager.register("large", torch.nn.Linear(64, 64), role="ref")
-    manager.close()
-    engine = Own(shared.with_name("other"), tag_bytes=sizes)
-    small = placement.Manager(
-        device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK),
-        **{**limit, "host_limit_bytes": 7 * CHUNK},
-    )
-    with pytest.raises(HostMemoryError, match=r"'rollout' needs .* host_limit_bytes is"):
-        small.register("rollout", engine, role="rollout")
-    assert [*small.handles] == []
-    small.close()
-    beside(engine, shared.with_name("other"))  # the refusal has left the engine free
 
 
 def test_what_stays_behind_is_a_finding(shared: Path) -> None:

@@ -50,8 +50,6 @@ def make_handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
         "host_bytes": 1003,
         "mirror_bytes": 1011,
         "disk_bytes": 1008,
-        "spilled_bytes": 1009,
-        "disk_read_bytes": 1010,
         "host_pageable_bytes": 1004,
         "state_seconds": {
             State.CPU_OFFLOADED: 20.5,
@@ -96,7 +94,6 @@ def make_snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "communicator_bytes": 71,
         "ipc_collected_bytes": 72,
         "prefetch_discarded_bytes": 73,
-        "disk_wait_seconds": 74.5,
         "wrong_writes": 64,
         "kept_bytes": 65,
         "expired_keeps": 66,

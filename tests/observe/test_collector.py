@@ -68,8 +68,6 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
         "prefetch_used_bytes_total",
     )
     plain += (
-        "spilled_bytes_total",
-        "disk_read_bytes_total",
         "last_transition_timestamp_seconds",
         "drift_bytes",
         "stray_references",
@@ -136,7 +134,7 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
         "prefetch_discarded_bytes_total",
         "kept_bytes",
     )
-    for name in (*plain, "disk_wait_seconds_total", "wrong_writes_total", "expired_keeps_total"):
+    for name in (*plain, "wrong_writes_total", "expired_keeps_total"):
         put(f"placement_{name}", getattr(snapshot, name.removesuffix("_total")))
     put(
         "placement_host_pageable_bytes",

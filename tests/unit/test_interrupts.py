@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import Any
 
 import pytest
 
-from placement.core.interrupts import WeakIdSet, check, deferred
+from placement import Manager, State
+from placement.core.interrupts import BackgroundThread, WeakIdSet, check, deferred
 from placement.core.journal import Journal
 from placement.devices.host.slab import Reservation, promised_bytes
-from tests.support.threads import in_a_thread
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.threads import in_a_thread, until
+from tests.support.worker import CAPACITY, Worker, assert_same, net
 
 
 def interrupt() -> None:
@@ -242,3 +246,39 @@ def test_a_collected_manager_is_closed_without_an_import() -> None:
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# --- on a thread of placement's own, where no phase transition may begin
+
+
+def test_a_manager_that_is_collected_on_such_a_thread_is_closed_beside_it() -> None:
+    worker = Worker()
+    reference, wanted = worker.ref_net, worker.ref_values
+    cycle: list[Any] = [worker]
+    cycle.append(cycle)
+    del worker
+    gc.disable()
+    try:
+        cycle = []
+        thread = BackgroundThread("placement-test", gc.collect)
+        thread.start()
+        thread.join()
+    finally:
+        gc.enable()
+    until(lambda: not any(each.name == "placement-close" for each in threading.enumerate()))
+    assert_same(dict(reference.state_dict()), dict(wanted))
+
+
+def test_an_abandoned_phase_is_left_later_where_it_is_collected_on_such_a_thread() -> None:
+    manager = Manager(device=SimulatedDevice(CAPACITY))
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    phases = [manager.phase("log_prob")]
+    phases[0].__enter__()
+    thread = BackgroundThread("placement-test", phases.clear)
+    thread.start()
+    thread.join()
+    assert actor.state is State.GPU_RESIDENT
+    with manager.phase("values"):
+        assert actor.state is State.CPU_OFFLOADED
+    assert_nothing_resident(manager)

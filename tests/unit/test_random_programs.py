@@ -1,4 +1,4 @@
-"""Random programs, with less host memory than their host copies take, pages that arrive early, and
+"""Random programs, with host copies in files, pages that arrive early, and
 steps that stream their state or do not.
 
 They compute and publish the same bits as on models that nobody moves.
@@ -11,7 +11,6 @@ import gc
 import itertools
 import os
 import tempfile
-import unittest.mock
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,12 +23,9 @@ from torch import nn
 
 import placement
 from placement import Plan, State, View
-from placement.core.settings import HostCopies
-from placement.planning.host_tier import UseHistory
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.buckets import set_bucket_bytes
-from tests.support.disk import settle
 from tests.support.late_device import LateDevice
 from tests.support.worker import assert_same, learn, net
 from tests.unit.test_prefetch import ALL, CHUNK
@@ -42,15 +38,13 @@ LARGE = 0
 HANDLES = ("actor", "actor.optimizer", "ref", "critic", "critic.optimizer")
 WANTED = st.dictionaries(st.sampled_from(HANDLES), st.sampled_from([ALL, ALL, 3 * CHUNK, CHUNK]))
 OptimizerIn = Literal["train", "streamed"]
-Memory = tuple[int | None, HostCopies, int]
+Memory = tuple[int | None, int]
 MEMORY: list[Memory] = [
-    *((limit_bytes, "reserved", 400) for limit_bytes in (190_000, 230_000, 300_000)),
-    *((limit_bytes, "while_needed", 400) for limit_bytes in (190_000, 300_000, None)),
-    *((None, "reserved", chunks) for chunks in (84, 110, 400)),
+    *((limit_bytes, 400) for limit_bytes in (1, 150_000, 300_000)),
+    *((None, chunks) for chunks in (84, 110, 400)),
 ]
-"""Host memory: the least with which everything can be registered; about what trains at once; nearly
-everything; no limit, and no disk. And chunks of the device that leave room for little, for some, or
-for everything early."""
+"""Host memory: nothing, so that all host copies are in files; about half of them; nearly all; no
+limit. And chunks of the device that leave room for little, for some, or for everything early."""
 PHASES = (
     *("rollout", "log_prob", "ref_log_prob", "values", "train", "train", "train", "optimizer_step"),
     *("weight_sync", "checkpoint", "restore"),
@@ -84,11 +78,11 @@ ACTIONS = (
 )
 ACTION = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5))
 STEPS = st.lists(
-    st.tuples(st.sampled_from(PHASES), WANTED, st.lists(ACTION, max_size=4), st.booleans()),
+    st.tuples(st.sampled_from(PHASES), WANTED, st.lists(ACTION, max_size=4)),
     min_size=1,
     max_size=10,
 )
-Step = tuple[str, dict[str, int], list[tuple[str, int]], bool]
+Step = tuple[str, dict[str, int], list[tuple[str, int]]]
 
 
 class Changing(Colocated):
@@ -143,15 +137,13 @@ class Program:
     def __init__(
         self, folder: str, optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
     ) -> None:
-        limit_bytes, host_copies, chunks = memory
+        limit_bytes, chunks = memory
         self.folder = folder
         self.placed, self.free = Models(), Models()
         self.both = (self.placed, self.free)
         self.policy = Changing(optimizer_in, stream_sync=bucket_chunks == 1)
         self.device = LateDevice(chunks * CHUNK, chunk_bytes=CHUNK)
-        self.budget_bytes = (
-            chunks * CHUNK if limit_bytes is None and host_copies == "reserved" else None
-        )
+        self.budget_bytes = chunks * CHUNK if limit_bytes is None else None
         limit: dict[str, Any] = (
             {}
             if limit_bytes is None
@@ -162,7 +154,6 @@ class Program:
             device=self.device,
             policy=self.policy,
             budget_bytes=self.budget_bytes,
-            host_copies=host_copies,
             verify="always" if bucket_chunks == 3 else "off",
             **limit,
         )
@@ -173,15 +164,14 @@ class Program:
         self.ref = register("ref", self.placed.ref_net, role="ref", readonly=True)
         self.critic = register("critic", self.placed.critic_net, role="critic")
         register("critic.optimizer", self.placed.sgd)
-        self.has_tier = limit_bytes is not None or host_copies == "while_needed"
         self.shown: list[tuple[Any, Any]] = []
         """A state dict of the reference, and what it must show."""
         self.held: list[list[torch.Tensor]] = []
         """The same state of both optimizers, which somebody holds and writes."""
         self.count = 0
         self.begin()
-        self.run("train", {}, [("step", 0)], waits=False)
-        self.run("log_prob", {}, [], waits=False)
+        self.run("train", {}, [("step", 0)])
+        self.run("log_prob", {}, [])
 
     def begin(self) -> None:
         self.phase = self.manager.phase("reward")
@@ -191,13 +181,9 @@ class Program:
         self.phase.__exit__(None, None, None)
         assert_nothing_resident(self.manager)
 
-    def run(
-        self, name: str, wanted: Mapping[str, int], actions: Sequence[tuple[str, int]], waits: bool
-    ) -> None:
+    def run(self, name: str, wanted: Mapping[str, int], actions: Sequence[tuple[str, int]]) -> None:
         self.policy.wanted = wanted
         self.step.switch(name)
-        if waits and self.has_tier:
-            settle(self.manager)
         if name == "weight_sync":
             self.receiver.take()
             assert_same(self.receiver.weights, dict(self.free.net.state_dict()))
@@ -300,24 +286,24 @@ class Program:
 )
 @example(
     steps=[
-        ("train", {}, [("step", 0)], True),
-        ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)], True),
-        ("train", {}, [], False),
+        ("train", {}, [("step", 0)]),
+        ("values", {"actor.optimizer": ALL}, [("zero_grad", 0)]),
+        ("train", {}, []),
     ],
     optimizer_in="streamed",
-    memory=(190_000, "reserved", 400),
+    memory=(1, 400),
     bucket_chunks=3,
 )
 @example(
-    steps=[("rollout", {"actor.optimizer": ALL}, [], False)],
+    steps=[("rollout", {"actor.optimizer": ALL}, [])],
     optimizer_in="train",
-    memory=(None, "reserved", 84),
+    memory=(None, 84),
     bucket_chunks=3,
 )
 @example(
-    steps=[("train", {}, [("begin anew", 0)], False), ("restore", {}, [], False)],
+    steps=[("train", {}, [("begin anew", 0)]), ("restore", {}, [])],
     optimizer_in="streamed",
-    memory=(None, "reserved", 84),
+    memory=(None, 84),
     bucket_chunks=1,
 )
 @given(
@@ -329,9 +315,7 @@ class Program:
 def test_random_programs_compute_the_same_bits(
     steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
 ) -> None:
-    # host copies are given back: nobody may need any
-    is_idle = unittest.mock.patch.object(UseHistory, "is_idle", return_value=True)
-    with tempfile.TemporaryDirectory() as folder, is_idle:
+    with tempfile.TemporaryDirectory() as folder:
         program = Program(folder, optimizer_in, memory, bucket_chunks)
         for step in steps:
             program.run(*step)

@@ -22,6 +22,7 @@ from placement.devices.cuda.fingerprint_kernel import kernel_of
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.poison import Poison
 from placement.devices.cuda.streams import own_stream
+from placement.devices.host.file_slab import read_ahead
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Pin, Slab, wait_until_ready
 from placement.devices.inspection import placing
@@ -248,6 +249,8 @@ class CudaDevice(Device):
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
+            for copy in copies:
+                read_ahead(copy.host_address, copy.nbytes)
             function, calls = (
                 "cuMemcpyHtoDAsync",
                 [(copy.device_address, copy.host_address, copy.nbytes, handle) for copy in copies],

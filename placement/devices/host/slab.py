@@ -276,13 +276,6 @@ class Reservation:
         self._touched, self._let_go = itertools.count(1), itertools.count(1)
         POOL.submit(self, len(pieces))
 
-    def unpin(self) -> None:
-        """Undo the pinning. Call it when `ready` is set; `begin` may be called again afterwards."""
-        self.pinned = self.reason = None
-        while self.undo:
-            self.undo[-1]()
-            self.undo.pop()
-
     def wait(self) -> None:
         """Wait until it is pinned or refused."""
         while not self.ready.wait(_LOOK_SECONDS):
@@ -441,10 +434,6 @@ class Slab(ReservedSlab):
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         super().__init__(nbytes, round_up(nbytes, PAGE), pin, unpin)
         self.address = 0
-        self.is_released = False  # whether the memory was given back: see `release`
-        # called for each new view, once it counts: brings back what was released
-        self.before_use: Callable[[], object] = lambda: None
-        self.on_claim: Callable[[], object] = lambda: None  # does the work of `claim`
         self._uses = object()  # every view refers to it, so that its references count the views
         try:
             if nbytes:
@@ -472,70 +461,26 @@ class Slab(ReservedSlab):
             raise
 
     @property
-    def held_bytes(self) -> int:
-        return 0 if self.is_released else self.nbytes
-
-    @property
     def has_views(self) -> bool:
         return sys.getrefcount(self._uses) > 2  # this object's reference, and that of the call
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
-        view = tensor_at(self.address + offset, nbytes, (self, self._uses))
-        # after the view counts: whoever releases the memory looks for views afterwards
-        self.before_use()
-        return view
+        return tensor_at(self.address + offset, nbytes, (self, self._uses))
 
-    def claim(self) -> None:
-        self.on_claim()
-
-    def release(self) -> None:
-        """Give the memory back to the system; its bytes are gone. Nobody may use the slab. Waits
-        until it is pinned. The addresses stay mapped, so tensors over the slab and addresses that
-        others noted stay valid. They read as zeros.
-        Raises OSError: the kernel refused. The bytes are still there."""
-        self._memory.wait()
-        self._memory.unpin()
-        if not self._drop():
-            number = ctypes.get_errno()
-            self._prepare(is_touched=True)
-            raise OSError(number, os.strerror(number))
-        self.is_released = True
-
-    def renew(self, fill: Callable[[], bool] | None = None) -> bool:
-        """Have the memory back. It is pinned in the background, and device copies wait for that.
-        `fill`: writes every byte; returns False if it gave up, and then the memory goes back again.
-        None: the bytes are undefined.
-        Raises HostMemoryError: there is not enough memory now. The slab stays as it was.
-        Raises Exception: `fill` failed. The slab stays as it was."""
-        check_available(self._size, " of a host copy that had left it")
-        self.is_released = False
-        is_filled = False
-        try:
-            is_filled = fill is None or fill()
-        finally:
-            if not is_filled:
-                self.is_released = self._drop()
-        if is_filled:
-            self._prepare(is_touched=fill is not None)
-        return is_filled
-
-    def _drop(self) -> bool:
-        return not self.nbytes or libc.madvise(self.address, self._size, MADV_DONTNEED) == 0
-
-    def _prepare(self, *, is_touched: bool = False) -> None:
-        """Touch all of the memory, now or in the background, unless it `is_touched`, and have it
-        pinned."""
+    def _prepare(self) -> None:
+        """Touch all of the memory, now or in the background, and have it pinned."""
         # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now,
         # before anybody writes to it.
-        if not is_touched and (
+        if (
             self._pin_by is None
             or not self.nbytes
             or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
         ):
             populate(self.address, self._size)
-            is_touched = True
-        self.pin(None if is_touched else _touch)
+            self.pin()
+        else:
+            self.pin(_touch)
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -598,8 +543,9 @@ class SlabPart(HostSlab):
     def held_bytes(self) -> int:
         return self.nbytes * self.whole.held_bytes // self.whole.nbytes if self.whole.nbytes else 0
 
-    def claim(self) -> None:
-        self.whole.claim()
+    @property
+    def file_bytes(self) -> int:
+        return self.nbytes if self.whole.file_bytes else 0
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)

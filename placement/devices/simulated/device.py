@@ -41,6 +41,7 @@ from placement.devices.base import (
     tensor_at,
 )
 from placement.devices.host import slab
+from placement.devices.host.file_slab import read_ahead
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
 from placement.devices.memory import (
@@ -303,6 +304,8 @@ class SimulatedDevice(Device):
         self._check_process()
         begin = max(time.monotonic(), self._link_free_at[direction])
         for run in copies:
+            if direction == "to_device":
+                read_ahead(run.host_address, run.nbytes)
             ends = (
                 (run.device_address, run.host_address)
                 if direction == "to_device"

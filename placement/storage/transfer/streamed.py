@@ -186,8 +186,6 @@ class StreamedStep:
                 self._uses[each].append(index)
         creates = any(bucket.unborn_bytes for bucket in self._buckets)
         chunk_pool, aside = ChunkPool(device, self.window_bytes), ChunkPool(device)
-        for r in holding.ranges:
-            r.claim()  # before anything changes
         holding.wait_for_host_readers()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 import torch
 
 from placement.core.errors import IntegrityError, listed
-from placement.storage.disk import NO_OTHER_COPY, chunk_words
 from placement.storage.fingerprints import differing, fingerprints
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
@@ -106,7 +105,10 @@ class Verifier:
                 f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was "
                 f"offloaded at {since}"
             )
-            holding.lost = f"{changed}, {NO_OTHER_COPY}"
+            holding.lost = (
+                f"{changed}, and no other copy of them exists. The handle stays off the device: "
+                "unregister it, load a checkpoint into the object, and register it again."
+            )
             raise IntegrityError(holding.lost)
 
 
@@ -123,4 +125,6 @@ def _chunks(r: Range, indices: Sequence[int]) -> str:
         for p in r.placed
         if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)
     ]
-    return f"{chunk_words(indices, len(r.chunk_sizes))} ({listed(names)})"
+    numbers = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    plural = "s" if len(indices) > 1 else ""
+    return f"chunk{plural} {numbers} of {len(r.chunk_sizes)} ({listed(names)})"
