@@ -139,7 +139,7 @@ def test_a_switch_of_two_handles_that_stay_costs_the_same_for_many_tensors_as_fo
         trained.manager.close()
     for name, most, questions in (
         ("begin", 205, [0, 0, 0]),
-        ("end", 220, [2, 16, 16]),
+        ("end", 225, [2, 16, 16]),
         ("none", 165, [0, 0, 0]),
     ):
         one, *others = (cost.calls for cost in costs[name])
