@@ -59,7 +59,7 @@ class Reconciler:
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """What takes part in every transition, beside the look for writes and the other ranks."""
+        """Take part in every transition, beside the look for writes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
