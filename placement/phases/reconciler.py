@@ -81,8 +81,9 @@ class Reconciler:
 
     def take_in(self, handle: Handle) -> None:
         """Have what moves a new handle take part from now on."""
+        may_be_engine = handle.kind == "engine" or not handle.is_built
         has_engines = any(isinstance(each, Engines) for each in self._participants)
-        if handle.kind == "engine" and not has_engines:
+        if may_be_engine and not has_engines:
             self._participants.insert(0, Engines(self._mover))
 
     # --- all or nothing
@@ -96,6 +97,7 @@ class Reconciler:
         transition = Transition(name, plan, self._handles, participants, room_bytes)
         if transition.offloads:
             self._wait_for_work()
+        self._journal.decisions.update(transition.decisions)
         self._run(transition)
 
     def carry_out_within(
@@ -121,11 +123,10 @@ class Reconciler:
         mover, participants = self._mover, transition.participants
         if not transition.is_there:
             mover.repair(self._handles.values())
-        for participant in participants:
-            participant.prepare(transition)
-        self._journal.decisions.update(transition.decisions)
-        mover.begin(transition)
         try:
+            for participant in participants:
+                participant.prepare(transition)
+            mover.begin(transition)
             mover.move(transition)
             for participant in participants:
                 participant.moved(transition)
@@ -136,10 +137,10 @@ class Reconciler:
                 self.writes.count(error)
             raise
         try:
+            if transition.lacks_engines:
+                mover.end()  # before any rank is told that this one is so far
             for participant in participants:
                 participant.commit(transition)
-            if transition.lacks_engines:
-                mover.end()
             for participant in participants:
                 participant.finish(transition)
         finally:

@@ -34,12 +34,11 @@ class WrongWrites(Participant):
     def prepare(self, transition: Transition) -> None:
         """Raise what is found before an entry moves a handle. Wait for the comparison of memory
         only with an offload, which waits for the device anyway."""
-        if transition.loads or transition.offloads:
+        if transition.offloads or "load" in transition.decisions:
             self.look_at_gradients()
         if not transition.is_exit:
             self.look_at_poison(wait=transition.offloads)
-            if self._found:
-                self.raise_found()
+            self.raise_found()
 
     def finish(self, transition: Transition) -> None:
         """After an exit: here the memory was compared while the link had work."""
