@@ -1,4 +1,5 @@
-"""What a phase transition does for later ones: pages that come early, and pages that stay aside."""
+"""The work of a phase transition for later ones: pages that come early, and pages that stay
+aside."""
 
 from __future__ import annotations
 
@@ -16,8 +17,6 @@ class EarlyCopies(Participant):
 
     def prepare(self, transition: Transition) -> None:
         plan, prefetcher = transition.plan, self._prefetcher
-        if prefetcher.has_any:
-            prefetcher.pause()
         if plan.prefetch or plan.streamed or prefetcher.has_any:
             transition.ahead, freed_bytes = prefetcher.look_ahead(
                 transition.name, plan, self._mover.chunk_pool
@@ -25,7 +24,7 @@ class EarlyCopies(Participant):
             transition.room_bytes += freed_bytes
 
     def finish(self, transition: Transition) -> None:
-        """What comes early gets the memory that the transition has freed. An exit has none left,
-        and begins nothing after an error."""
+        """Early copies get the memory that the transition has freed. An exit has none left, and
+        begins none after an error."""
         if transition.ahead.begin is not None and not transition.errors:
             transition.ahead.begin(self._mover.chunk_pool)

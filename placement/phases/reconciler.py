@@ -59,7 +59,7 @@ class Reconciler:
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """What takes part in every transition, beside the look for writes and the other ranks."""
+        """The participants of every transition, beside the look for writes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
@@ -121,6 +121,8 @@ class Reconciler:
         """Move every handle where the plan wants it, or leave every handle where it was."""
         num_moves = self._journal.num_moves
         mover, participants = self._mover, transition.participants
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         if not transition.is_there:
             mover.repair(self._handles.values())
         try:
@@ -175,6 +177,7 @@ class Reconciler:
         if transition.offloads:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
+        self.prefetcher.pause()
         for participant in participants:
             try:
                 participant.prepare(transition)

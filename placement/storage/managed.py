@@ -255,7 +255,7 @@ class ManagedStorage(AdoptedStorage):
             if r.pages.prints is None or r.is_shown:
                 r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
-        self.state_dict_tensors.raise_written()
+        self.state_dict_tensors.count_writes()
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:

@@ -100,43 +100,39 @@ class HostVersions:
             if wrapper() is None or counter._version:
                 del self._wrappers[key]
 
-    def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
-        """Raise the counters of the object's tensors whose bytes in the host copy were written
-        since the last load.
+    def count_writes(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
+        """Increment the version of each tensor of the object whose bytes in the host copy were
+        written since the last load, as torch would have done.
         `are_held`: whether anybody still has a tensor that shows the host copy, and may write
         again."""
         self._forget_dead()
         counters = [*self._tensors.items()]
-        written, self._written = (
-            sorted(
-                self._written.union(
-                    s for s, (counter, noted) in counters if counter._version != noted
-                )
-            ),
-            set(),
-        )
-        if not are_held:
+        for span, (counter, noted) in counters:
+            if counter._version != noted:
+                self._written.add(span)
+        written, self._written = sorted(self._written), set()
+        if are_held:
+            for span, (counter, _) in counters:
+                self._tensors[span] = counter, counter._version
+        else:
             self._tensors, self._wrappers = {}, {}
         if not written:
             return
-        self._tensors.update(
-            (span, (counter, counter._version)) for span, (counter, _) in counters if are_held
-        )
-        starts, ends = (
-            [start for start, _ in written],
-            [*itertools.accumulate((end for _, end in written), max)],
-        )
+        starts = [start for start, _ in written]
+        # the end of each span, or of one before it that ends later
+        ends = [*itertools.accumulate((end for _, end in written), max)]
         for owned in adapter.owned():
-            if (place := ranges.find(owned.tensor)) is not None and not owned.tensor.is_inference():
-                to_host = (
-                    place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
+            place = ranges.find(owned.tensor)
+            if place is None or owned.tensor.is_inference():
+                continue
+            r, offset = place
+            to_host = r.host.address + offset - owned.tensor.untyped_storage().data_ptr()
+            first, last = _span(owned.tensor)
+            num_before = bisect.bisect_left(starts, last + to_host)  # that begin before its end
+            if num_before and ends[num_before - 1] > first + to_host:
+                torch.autograd.graph.increment_version(
+                    owned.tensor if owned.wrapper is None else owned.wrapper
                 )
-                first, last = _span(owned.tensor)
-                before = bisect.bisect_left(starts, last + to_host)
-                if before and ends[before - 1] > first + to_host:
-                    torch.autograd.graph.increment_version(
-                        owned.tensor if owned.wrapper is None else owned.wrapper
-                    )
 
 
 def _span(tensor: torch.Tensor) -> _Span:
@@ -429,10 +425,9 @@ class StateDictTensors:
             if r.host.address + entry.offset in held
         ]
 
-    def raise_written(self) -> None:
-        """Raise the version counters of the object's tensors whose host copies were written since
-        the last load."""
-        self._versions.raise_written(self._adapter, self._ranges, are_held=self.are_held)
+    def count_writes(self) -> None:
+        """See `HostVersions.count_writes`."""
+        self._versions.count_writes(self._adapter, self._ranges, are_held=self.are_held)
 
     def leave(self) -> None:
         """Give every living tensor memory of its own with its present values, on its present
