@@ -118,7 +118,7 @@ class Mover:
         self._renew(
             t.room_bytes,
             dropping=_dropping(self._sources, t.plan),
-            staying=t.staying,
+            staying=t.ahead.staying,
             while_copying=self._while_copying if t.is_exit else lambda: None,
         )
 
@@ -165,8 +165,10 @@ class Mover:
                 )
         # It takes over the freed chunks, which are enough.
         self._renew()
-        failures = self._move_each_if_not_all(sources)
-        self.end()
+        try:
+            failures = self._move_each_if_not_all(sources)
+        finally:
+            self.end()
         for error in (*failures, *self.complete(sources)):
             cause.add_note(f"placement: {error}")
 

@@ -58,7 +58,7 @@ class Reconciler:
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """Take part in every transition, beside the look for changes and the other ranks."""
+        """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
@@ -82,8 +82,9 @@ class Reconciler:
 
     def take_in(self, handle: Handle) -> None:
         """Have what moves a new handle take part from now on."""
+        may_be_engine = handle.kind == "engine" or not handle.is_built
         has_engines = any(isinstance(each, Engines) for each in self._participants)
-        if handle.kind == "engine" and not has_engines:
+        if may_be_engine and not has_engines:
             self._participants.insert(0, Engines(self._mover))
 
     # --- all or nothing
@@ -97,6 +98,7 @@ class Reconciler:
         transition = Transition(name, plan, self._handles, participants, room_bytes)
         if transition.offloads:
             self._wait_for_work()
+        self._journal.decisions.update(transition.decisions)
         self._run(transition)
 
     def carry_out_within(
@@ -121,13 +123,14 @@ class Reconciler:
         """Move every handle where the plan wants it, or leave every handle where it was."""
         num_moves = self._journal.num_moves
         mover, participants = self._mover, transition.participants
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         if not transition.is_there:
             mover.repair(self._handles.values())
-        for participant in participants:
-            participant.prepare(transition)
-        self._journal.decisions.update(transition.decisions)
-        mover.begin(transition)
         try:
+            for participant in participants:
+                participant.prepare(transition)
+            mover.begin(transition)
             mover.move(transition)
             for participant in participants:
                 participant.moved(transition)
@@ -136,10 +139,10 @@ class Reconciler:
             mover.go_back(error)
             raise
         try:
+            if transition.lacks_engines:
+                mover.end()  # before any rank is told that this one is so far
             for participant in participants:
                 participant.commit(transition)
-            if transition.lacks_engines:
-                mover.end()
             for participant in participants:
                 participant.finish(transition)
         finally:
@@ -174,6 +177,7 @@ class Reconciler:
         if transition.offloads:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
+        self.prefetcher.pause()
         for participant in participants:
             try:
                 participant.prepare(transition)

@@ -143,7 +143,7 @@ class ManagedStorage(AdoptedStorage):
                 each.disown(live)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
-        slabs = [r.host for r in dead if r.transient and not r.is_shared]
+        slabs = [r.host for r in dead if r.transient]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
