@@ -123,11 +123,20 @@ def worker(tools: Tools) -> Iterator[Names]:
 
 @context
 def manager(tools: Tools) -> Iterator[Names]:
-    """A manager with an actor, and the actor's module."""
+    """A manager with an actor and its optimizer, and a step of training."""
     made = placement.Manager(device=simulated())
     model = _linear()
-    names: Names = {"placement": placement, "torch": torch, "manager": made, "model": model}
+    optimizer = torch.optim.AdamW(model.parameters())
+    names: Names = {
+        "placement": placement,
+        "torch": torch,
+        "manager": made,
+        "model": model,
+        "batch": torch.ones(4, WIDTH),
+        "update": lambda batch: _update(model, optimizer, batch),
+    }
     names["actor"] = made.register("actor", model, role="actor")
+    made.register("actor.optimizer", optimizer)
     yield names
     made.check_integrity()
     assert_nothing_resident(made)
