@@ -40,14 +40,6 @@ TABLE: tuple[_Line, ...] = (
     _Line("weights", "load, rate", "load", True),
     _Line("weights", "first offload", "first offload, host memory reserved", False),
     _Line("weights", "load, until the host goes on", "load, host blocked", False),
-    _Line("first_load", "first load", "first load", False),
-    _Line("first_load", "later load", "later loads", False),
-    _Line(
-        "first_load",
-        "left on the device when offloaded, seen by the driver",
-        "left on the device when all is offloaded",
-        False,
-    ),
     _Line("adam", "offload, rate", "offload", True),
     _Line("adam", "load, rate", "load", True),
     _Line("small_tensors", "offload, rate", "offload", True),
@@ -84,6 +76,14 @@ BY_TURNS = (
     # older steps copy before they begin
     *(line for line in TABLE if line.metric != "rate"),
     _Line("host_reserve", "rate", "rate, of memory that was used before", True),
+    _Line("first_load", "first load", "first load", False),
+    _Line("first_load", "later load", "later loads", False),
+    _Line(
+        "first_load",
+        "left on the device when offloaded, seen by the driver",
+        "left on the device when all is offloaded",
+        False,
+    ),
     _Line("streamed_adam", "step", "step", False),
     _Line(
         "streamed_adam",
@@ -132,8 +132,8 @@ def shown(value: float, unit: str) -> str:
     return f"{value:,.3g} {unit}"
 
 
-def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | None:
-    """The cells for placement with its variants, for the best peer, and for the other peers."""
+def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str] | None:
+    """The cells for placement with its variants, and for the best peer."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["scenario"] == scenario and row["metric"] == line.metric and row["system"] != "link":
@@ -151,8 +151,7 @@ def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | Non
         for system, value in variants.items()
     )
     peers = sorted(means.items(), key=lambda item: item[1], reverse=line.more_is_better)
-    texts = [f"{shown(value, unit)} ({system})" for system, value in peers]
-    return own, texts[0] if texts else "", ", ".join(texts[1:])
+    return own, f"{shown(peers[0][1], unit)} ({peers[0][0]})" if peers else ""
 
 
 def _share(rows: Rows, scenario: str, metric: str) -> str:
@@ -209,8 +208,8 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
     written = [
         _machines(results, lines),
         "",
-        ("| what | placement | best peer | others |"),
-        "|---|---|---|---|",
+        "| what | placement | best peer |",
+        "|---|---|---|",
     ]
     for line in lines:
         content = results.get(line.benchmark, {})
@@ -219,9 +218,7 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
             cells = _cells(rows, scenario, line)
             if cells is not None:
                 what = _named(scenario, line.benchmark, content)
-                written.append(
-                    f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |"
-                )
+                written.append(f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} |")
     return "\n".join(written + _failures(results, lines))
 
 
