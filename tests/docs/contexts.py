@@ -282,19 +282,6 @@ def vllm(tools: Tools) -> Iterator[Names]:
 
 
 @context
-def own_engine(tools: Tools) -> Iterator[Names]:
-    """The engine that the block defines is registered, and goes through a phase."""
-    names: Names = {"placement": placement}
-    yield names
-    made = placement.Manager(device=simulated())
-    engine = names["MyEngine"](verify="answer")
-    handle = made.register("rollout", engine, role="rollout")
-    with made.phase("rollout"):
-        assert handle.state is placement.State.GPU_RESIDENT
-    assert handle.state is placement.State.CPU_OFFLOADED
-
-
-@context
 def turns(tools: Tools) -> Iterator[Names]:
     """A GPU that processes share."""
     tools.take_for_gpu(SimulatedDevice(16 << 20, shared_with=tools.folder / "capacity"))
