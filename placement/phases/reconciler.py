@@ -17,18 +17,17 @@ from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
 from placement.phases.engines import Engines
+from placement.phases.found_changes import FoundChanges
 from placement.phases.moves import Mover
 from placement.phases.plan_maker import GroupPlanMaker, PlanMaker
 from placement.phases.ranks import LeavingRanks, Ranks
 from placement.phases.transition import Participant, Transition
 from placement.phases.verification import Verification
-from placement.phases.wrong_writes import WrongWrites
-from placement.planning.planner import Planner, check_fits
+from placement.planning.planner import Planner, check_fits, is_there
 from placement.planning.prefetcher import Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.transfer.verification import Verifier
-from placement.storage.writes import LostWritesError
 
 
 class Reconciler:
@@ -53,13 +52,13 @@ class Reconciler:
         self.planner = Planner(policy, settings, self._handles, device.memory())
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
         self.outside = Outside(device.communicators, self.planner.memory)
-        self.writes = WrongWrites(device, journal, self._handles)
+        self.changes = FoundChanges(device, journal, self._handles)
         # None: this process takes whatever is free
         self.turn = turn_for(device, settings, None if vote is None else vote.group)
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """What takes part in every transition, beside the look for writes and the other ranks."""
+        """What takes part in every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
@@ -90,7 +89,7 @@ class Reconciler:
     def enter(self, name: str, plan: Plan, room_bytes: int) -> None:
         """Begin a phase, on all ranks of a group or on none. Call `measure` before its plan is
         made. `room_bytes`: see `check_fits`."""
-        participants = [self.writes, *self._participants]
+        participants = [self.changes, *self._participants]
         if self._vote is not None:
             participants.append(Ranks(self._vote.agree, self._vote.propose))
         transition = Transition(name, plan, self._handles, participants, room_bytes)
@@ -109,11 +108,12 @@ class Reconciler:
         participants = self._participants
         if agree is not None and self._vote is not None:
             participants = [*participants, Ranks(agree, self._vote.propose)]
-        transition = Transition(name, plan, self._handles, participants, room_bytes)
-        if not transition.is_there:
+        if not is_there(self._handles, plan):
             # before anything is loaded over them; the next phase transition raises them
-            self.writes.look(wait=False)
-        self._run(transition)
+            self.changes.look_at(self.changes.coming(plan))
+            self.changes.look_at_poison(wait=False)
+            plan = self.changes.without_replaced(plan)
+        self._run(Transition(name, plan, self._handles, participants, room_bytes))
 
     def _run(self, transition: Transition) -> None:
         """Move every handle where the plan wants it, or leave every handle where it was."""
@@ -132,8 +132,6 @@ class Reconciler:
             mover.commit(transition)
         except BaseException as error:
             mover.go_back(error)
-            if isinstance(error, LostWritesError):
-                self.writes.count(error)
             raise
         try:
             for participant in participants:
@@ -160,7 +158,7 @@ class Reconciler:
         on the device. Returns `failures` and the errors.
         `leaving`: tells the other ranks how far this one came."""
         num_moves = self._journal.num_moves
-        mover, participants = self._mover, [self.writes, *self._participants]
+        mover, participants = self._mover, [self.changes, *self._participants]
         if leaving is not None:
             participants.append(leaving)
         transition = Transition(
@@ -180,11 +178,7 @@ class Reconciler:
             except Exception as error:
                 transition.errors.append(error)
         mover.begin(transition)
-        moves_failed = mover.move_as_far_as_possible(transition)
-        for failure in moves_failed:
-            if isinstance(failure, LostWritesError):
-                self.writes.count(failure)
-        transition.errors += moves_failed
+        transition.errors += mover.move_as_far_as_possible(transition)
         # a failed load may have brought one there
         self.left_behind = () if transition.is_there else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)

@@ -254,8 +254,7 @@ class LoadGuard(Guard):
             # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads. The error
             # below reports these writes, so the next phase transition must not report them again.
             holding.device.heal_poison()
-            holding.writes.found()  # the look whose writes are forgotten
-            holding.writes.forget()
+            holding.watch.forget_written()
             advice += (
                 ". The values that torch wrote before this error are lost, and every value is as "
                 "it was"
