@@ -1,4 +1,4 @@
-"""What a phase transition does for later ones: pages that come early, and pages that stay aside."""
+"""A phase transition prepares later ones: pages come early, and pages stay aside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EarlyCopies(Participant):
             transition.staying = self._ahead.staying
 
     def finish(self, transition: Transition) -> None:
-        """What comes early gets the memory that the transition has freed. An exit has none left,
-        and begins nothing after an error."""
+        """Pages that come early get the memory that the transition has freed. An exit has none
+        left, and begins nothing after an error."""
         if self._ahead.begin is not None and not transition.errors:
             self._ahead.begin(self._mover.chunk_pool)

@@ -10,7 +10,7 @@ from typing import Any
 
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan
+from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
 from placement.group.turn import turn_for
@@ -54,11 +54,11 @@ class Reconciler:
         self.outside = Outside(device.communicators, self.planner.memory)
         self.changes = FoundChanges(device, journal, self._handles)
         # None: this process takes whatever is free
-        self.turn = turn_for(device, settings, None if vote is None else vote.group)
+        self.turn = turn_for(device, settings)
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """What takes part in every transition, beside the look for changes and the other ranks."""
+        """Take part in every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
@@ -74,6 +74,8 @@ class Reconciler:
     def set_vote(self, vote: GroupVote | None) -> None:
         """Change phases together with the ranks of this vote's group; None: alone."""
         self._vote = vote
+        if self.turn is not None and vote is not None:
+            self.turn.give_up_before(vote.group)
         self.plan_maker = PlanMaker(self.planner, self._registry, self._journal)
         if vote is not None:
             self.plan_maker = GroupPlanMaker(self.planner, self._registry, self._journal, vote)
@@ -193,8 +195,6 @@ class Reconciler:
         self._end_transition(num_moves)
         if leaving is not None or not transition.is_there:
             transition.errors += mover.complete(self._handles.values())
-        if name == IDLE:
-            self.end_turn()
         return transition.errors
 
     def end_turn(self) -> None:
@@ -202,11 +202,15 @@ class Reconciler:
         outside every phase."""
         if self.turn is None or not self.turn.is_held:
             return
+        if self._mover.chunk_pool:  # kept to go back: the group's decision is unknown
+            return
         for handle in self._handles.values():
-            if handle.is_on_device and not handle.external:
+            is_lost_engine = handle.kind == "engine" and handle.broken is not None
+            if (handle.is_on_device or is_lost_engine) and not handle.external:
                 return
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()  # what torch's allocator has cached
+        with suppress(Exception):  # a device that failed keeps no other manager waiting
+            if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+                self._device.trim()  # what torch's allocator has cached
         self.turn.give_back()
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:

@@ -71,7 +71,11 @@ class PhaseStack:
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
         self.lock = TransitionLock(
-            device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all)
+            device,
+            vote,
+            self._sweep,
+            self._end_turn,
+            lambda: all(each.is_abandoned for each in self.phases.all),
         )
 
     @contextmanager
@@ -323,11 +327,7 @@ class PhaseStack:
             plan = plan.also(name, State.GPU_RESIDENT)
         if self.reconciler.turn is not None:
             self.reconciler.turn.take(self.phases.name)
-        try:
-            self.reconciler.carry_out_within(self.phases.name, plan)
-        finally:
-            if not self.phases.all:  # a load that failed has left nothing there
-                self.reconciler.end_turn()
+        self.reconciler.carry_out_within(self.phases.name, plan)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and
@@ -338,8 +338,6 @@ class PhaseStack:
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
-        if not self.phases.all:
-            self.reconciler.end_turn()
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -403,8 +401,6 @@ class PhaseStack:
                 if failures:
                     _raise_all(failures)
                 self._device.close()
-                if self.reconciler.turn is not None:
-                    self.reconciler.turn.give_back()
                 self.lock.is_closed = True
                 if (found := self.reconciler.changes.take()) is not None:
                     logger.error("closed: %s", found)
@@ -433,6 +429,10 @@ class PhaseStack:
         if self._gone:
             self._forget_collected()
         self._leave_abandoned()
+
+    def _end_turn(self) -> None:
+        if not self.phases.all:
+            self.reconciler.end_turn()
 
     def _leave_abandoned(self) -> None:
         phases = self.phases

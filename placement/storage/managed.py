@@ -338,17 +338,8 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        # take in what a streamed step has created, wherever it stopped
         if self.stage is Stage.STEPPING:
-            with without_modes():
-                if (fresh := self.adopt_created()) is not None:
-                    self.device.sync()
-                    self.set_ranges((*self.ranges, fresh))
-                    fresh.move_in()
-                # state that lacks host memory stays in torch's
-                self.watch.expect(self.scanner.rescan())
-                # the step has written the state
-                self.object_ranges.note_versions(self.scanner.versions)
+            self._take_in_created()
             self.stage = Stage.BEGUN
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
@@ -361,6 +352,18 @@ class ManagedStorage(AdoptedStorage):
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
+
+    def _take_in_created(self) -> None:
+        """Give state that a streamed step has created its place, wherever the step stopped."""
+        with without_modes():
+            if (fresh := self.adopt_created()) is not None:
+                self.device.sync()
+                self.set_ranges((*self.ranges, fresh))
+                fresh.move_in()
+            # state that lacks host memory stays in torch's
+            self.watch.expect(self.scanner.rescan())
+            # the step has written the state
+            self.object_ranges.note_versions(self.scanner.versions)
 
     def give_back_unused(self) -> None:
         """Give back the memory of dropped gradients, page by page."""

@@ -47,7 +47,7 @@ class Gradients:
 
     def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
         """The adoptees, among these transient ones, that hold anything but gradients."""
-        dead = self.tensors()
+        gradients = self.tensors()
         # A sparse gradient's parts are new objects at each access, so they are known by their
         # storages, which nothing else uses.
         owners = self._adapter.with_gradients()
@@ -59,13 +59,13 @@ class Gradients:
         ]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         lent = lent_gradients()
-
-        def is_more(each: Adoptee) -> bool:
-            return each.storage._cdata not in theirs and not all(
-                id(alias) in dead for alias in each.aliases
-            )
-
-        return [each for each in adoptees if each.storage._cdata in lent or is_more(each)]
+        more = []
+        for adoptee in adoptees:
+            storage = adoptee.storage._cdata
+            is_gradient = all(id(alias) in gradients for alias in adoptee.aliases)
+            if storage in lent or not (is_gradient or storage in theirs):
+                more.append(adoptee)
+        return more
 
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when
