@@ -32,7 +32,7 @@ class FoundChanges(Participant):
         """Raise what is found, and refuse handles whose tensors were replaced, before an entry
         moves a handle. An exit goes on without them."""
         coming = []
-        if transition.loads or transition.plan.streamed:
+        if "load" in transition.decisions or transition.plan.streamed:
             coming = self.coming(transition.plan)
             self.look_at(coming)
         if transition.is_exit:
