@@ -326,6 +326,7 @@ class Handle:
         Raises:
             PhaseError: the object is on the device. What its tensors hold there are its values.
             IntegrityError: the values were lost by an earlier failure.
+            RegistrationError: a tensor of now is on the meta device, or in another handle's memory.
         """
         self.restored_by(self)
 

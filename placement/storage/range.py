@@ -22,7 +22,7 @@ from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.fingerprints import differing, fingerprints, used_bytes
-from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of
 from placement.storage.pages import Pages
 from placement.tensors.alive import PlacedStorage, UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
@@ -296,16 +296,6 @@ class Place(NamedTuple):
     def home(self) -> torch.UntypedStorage:
         """A new storage over the place on the device."""
         return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
-
-    def on_device(self) -> torch.Tensor:
-        """A tensor of the same form, over the place on the device."""
-        return over(self.home(), self.form)
-
-    def on_host(self) -> torch.Tensor:
-        """A tensor with the registered values, over the host copy."""
-        return over(
-            self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form
-        )
 
 
 class Versions(NamedTuple):

@@ -12,7 +12,7 @@ left: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -208,11 +208,9 @@ class Watch:
         scan = self._scanner.rescan(anew=bool(self.replaced))
         self.has_new = bool(scan)
         replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
-        if scan.lasting:
-            places = self._ranges.named_places()
-            for adoptee in scan.lasting:
-                names = [owned.name for owned in adoptee.owned]
-                replaced += [name for name in names if name in places]
+        replaced += _names_in(scan.lasting, self._ranges.named_places())
+        if replaced:  # half() and to() convert gradients, too
+            replaced += _names_in(scan.transient, self._ranges.places(self._ranges.all))
         if not replaced and scan.in_place is not None:
             # two tensors may have changed places, or one may lie in the place of another, too
             others = self._scanner.adapter.other_names()
@@ -258,7 +256,9 @@ class Watch:
         tensor that lies under several names."""
         scan = self._scanner.rescan(anew=True)
         places = self._ranges.places(self._ranges.all)
+        outside = [*scan.lasting, *scan.transient]
         for r, entry, adoptee in scan.relocated:
+            outside.append(adoptee)
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
@@ -268,14 +268,11 @@ class Watch:
                 if tensor.untyped_storage().data_ptr() != home.data_ptr():
                     point(tensor, home, form_of(tensor))
         # two that were exchanged are in places, though not in their own
-        replaced = [owned for owned in scan.in_place or () if owned.name in self.replaced]
-        for adoptee in (
-            *(relocated.adoptee for relocated in scan.relocated),
-            *scan.lasting,
-            *scan.transient,
-        ):
-            replaced += adoptee.owned
-        replaced = [owned for owned in replaced if owned.name in places]
+        tensors = [*(scan.in_place or ())]
+        for adoptee in outside:
+            tensors += adoptee.owned
+        names = {*self.replaced} & places.keys()
+        replaced = [owned for owned in tensors if owned.name in names]
         for owned in replaced:
             _point_home(owned.tensor, places[owned.name])
         # gradients first: a wrapper refuses a gradient of another dtype than its own
@@ -288,6 +285,12 @@ class Watch:
         self._scanner.note_places(self._scanner.rescan(anew=True))
         self.replaced = ()
         self.forget_written()
+
+
+def _names_in(adoptees: Iterable[Adoptee], places: Mapping[str, Place]) -> list[str]:
+    """The names of these tensors that have a place."""
+    names = [owned.name for adoptee in adoptees for owned in adoptee.owned]
+    return [name for name in names if name in places]
 
 
 def _point_home(tensor: torch.Tensor, place: Place) -> None:

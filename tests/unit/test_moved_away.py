@@ -398,6 +398,45 @@ def test_restore_on_the_device_is_refused_and_does_nothing_where_nothing_was_rep
     assert worker.manager.audit().ok
 
 
+def test_gradients_that_were_converted_are_restored_with_the_weights() -> None:
+    worker = trained()
+    parameters = [*worker.net.parameters()]
+    with worker.manager.phase("train"):
+        wanted = [each.grad.clone() for each in parameters if each.grad is not None]
+    worker.net.half()
+    worker.actor.restore()  # before a transition has looked
+    with worker.manager.phase("train"):
+        assert_same([each.grad for each in parameters], wanted)
+    worker.net.half()
+    with (
+        pytest.raises(IntegrityError, match=r"0\.weight\.grad.* were replaced") as raised,
+        worker.manager.phase("train"),
+    ):
+        pass
+    assert "added" not in str(raised.value)
+    worker.actor.restore()
+
+
+def test_a_checkpoint_is_no_mixture_of_new_and_registered_values(tmp_path: pathlib.Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "sound")
+    wanted = copy.deepcopy(worker.net.state_dict())
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    worker.net[0].weight.data = torch.zeros(32, 64)
+    for do in (
+        lambda: checkpoint.save(worker.manager, tmp_path / "mixed"),
+        lambda: checkpoint.load(worker.manager, tmp_path / "sound"),
+    ):
+        with pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were replaced.*restore"):
+            do()
+    worker.actor.restore()
+    checkpoint.load(worker.manager, tmp_path / "sound")
+    assert_same(dict(worker.net.state_dict()), dict(wanted))
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+
+
 def test_a_replacement_that_the_user_takes_back_needs_no_restore() -> None:
     worker = trained()
     wanted, weight = copy.deepcopy(worker.net.state_dict()), worker.net[0].weight
