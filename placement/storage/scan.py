@@ -311,17 +311,17 @@ class StorageScanner:
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
-        of each, and of each one's base."""
+        of each, and of each one's base, which autograd keeps with the view. A parameter that is
+        stepped is left out: its module counts it."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(borrowed.values())
-        # autograd keeps them with the views
         bases = {
             id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None
         }
-        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
+        stepped = {id(parameter) for parameter in self.adapter.stepped()} if bases else ()
         return [
-            StorageWeakRef(each.untyped_storage())
-            for key, each in (borrowed | bases).items()
+            StorageWeakRef(tensor.untyped_storage())
+            for key, tensor in (borrowed | bases).items()
             if key not in stepped
         ]
 

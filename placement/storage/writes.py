@@ -71,20 +71,18 @@ class Gradients:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when
         gradients are dropped."""
         dead = self._adapter.lasting_gradients()
-        dead |= {
-            part.untyped_storage()._cdata
-            for part in self.tensors().values()
-            if part.layout is torch.strided
-        }
-        dead -= {
-            each.tensor.untyped_storage()._cdata
-            for each in self._adapter.owned()
-            if not each.transient
-        } | lent_gradients()
+        for part in self.tensors().values():
+            if part.layout is torch.strided:
+                dead.add(part.untyped_storage()._cdata)
+        for owned in self._adapter.owned():
+            if not owned.transient:  # a gradient may be a view of what lasts
+                dead.discard(owned.tensor.untyped_storage()._cdata)
+        dead -= lent_gradients()
         return tuple(
             r
             for r in among
-            if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed)
+            if r.transient
+            and all(entry.ref.expired() or entry.ref.cdata in dead for entry in r.placed)
         )
 
     def drop(self, *, zero_buffers: bool) -> None:
