@@ -195,8 +195,11 @@ class Reconciler:
                 participant.finish(transition)
             except Exception as error:
                 transition.errors.append(error)
-        mover.end()
-        self._end_transition(num_moves)
+        try:
+            mover.end()
+            self._end_transition(num_moves)
+        except Exception as error:  # the device failed
+            transition.errors.append(error)
         if leaving is not None or not transition.is_there:
             transition.errors += mover.complete(self._handles.values())
         return transition.errors

@@ -196,10 +196,12 @@ class PhaseStack:
                         failures,
                         leaving=None if vote is None else LeavingRanks(vote, phase.name, error),
                     )
-                except BaseException:  # an interrupt while leaving: finish leaving, then raise it
+                except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
-                    self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
-                    raise
+                    more = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
+                    if error is None or not isinstance(stopped, Exception):
+                        raise
+                    failures = [stopped, *more]  # notes on the user's own error
                 finally:
                     phases.all = others
             self._leave_abandoned()

@@ -374,6 +374,25 @@ def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(
     assert worker.manager.snapshot().unpaired_bytes == 0
 
 
+def test_a_device_that_cannot_be_measured_is_a_note_on_the_users_exception(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train"):
+            monkeypatch.setattr(worker.manager.device, "memory", _unmeasurable)
+            raise mine
+    assert caught.value is mine
+    assert "the driver does not answer" in "".join(mine.__notes__)
+    monkeypatch.undo()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def _unmeasurable() -> None:
+    raise RuntimeError("the driver does not answer")
+
+
 @pytest.mark.parametrize("mine", [None, ValueError("mine")])
 def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device(
     mine: ValueError | None,
