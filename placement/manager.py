@@ -20,6 +20,7 @@ from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRo
 from placement.core.snapshot import Audit, Snapshot, summary
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
+from placement.observe.figures import Figures
 from placement.phases import audit
 from placement.phases.hold import Hold
 from placement.phases.phase import PhaseContext, here, names_of
@@ -144,6 +145,7 @@ class Manager:
             self.device,
             self.journal,
         )
+        self._figures = Figures(self.journal, self._take_snapshot)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is
         closed."""
@@ -443,6 +445,31 @@ class Manager:
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
         return self._take_snapshot()
+
+    def metrics(self, *, totals: bool = False) -> dict[str, float]:
+        """Figures for a trainer's own log, of the time since the last call. Takes no lock.
+
+        Always there, all with the prefix `placement/`: `stall_seconds` (waited for moves),
+        `to_device_gb`, `to_host_gb` and `skipped_gb` (proved clean, not copied), `host_gb` (the
+        host copies now). For each phase that has run: `stall_seconds/<phase>` and
+        `peak_device_gb/<phase>`, 0 where it did not run since the last call. Where they are in
+        use: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`; once they have occurred:
+        `failures`, `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
+
+        The peak is the most that the handles held together, measured at the beginning and the end
+        of a phase and in each step that streams its state. It counts whole pages of weights,
+        optimizer state and what an engine holds. It does not count activations, gradients that
+        torch's allocator holds, or other processes.
+
+            for step, batch in enumerate(batches):
+                ...
+                wandb.log({"loss": loss, **manager.metrics()}, step=step)
+
+        Args:
+            totals: add what was counted since the manager was made, under `placement/total/`: for
+                the last line of a run.
+        """
+        return self._figures.read(totals=totals)
 
     def audit(self) -> Audit:
         """Compare the declared state of every handle with its tensors and with the device. Changes

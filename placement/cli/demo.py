@@ -243,7 +243,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
-        self._last = self._manager.snapshot()
+        self._manager.metrics()
         with self._manager.phase(name, only=only) as self._open:
             self._record(name)
             yield self
@@ -254,18 +254,20 @@ class Recorder:
         self._record(name)
 
     def _record(self, phase: str) -> None:
-        before, self._last = self._last, self._manager.snapshot()
-        moved, device_bytes = self._last.since(before), self._manager.device.memory().chunk_bytes
-        row = {
-            key: moved[f"placement/{key}"]
-            for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")
-        }
+        figures, handles = self._manager.metrics(), self._manager.handles.values()
+        row = {"stall_seconds": figures["placement/stall_seconds"]}
+        for verb, figure in (
+            ("loaded", "to_device_gb"),
+            ("offloaded", "to_host_gb"),
+            ("skipped", "skipped_gb"),
+        ):
+            row[f"{verb}_bytes"] = round(figures[f"placement/{figure}"] * 1e9)
         self.rows.append(
             (
                 phase,
                 {
-                    "states": {each.name: each.state for each in self._last.handles},
-                    "device_bytes": device_bytes,
+                    "states": {handle.name: handle.state for handle in handles},
+                    "device_bytes": self._manager.device.memory().chunk_bytes,
                     **row,
                 },
             )

@@ -146,6 +146,8 @@ class Settings(BaseModel):
     themselves."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
+    trainer_log: bool = True
+    """Whether the integrations add `Manager.metrics` to the log of their trainer."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
@@ -272,6 +274,7 @@ class SettingsKeywords(TypedDict, total=False):
     strict: bool
     verify: Verify
     discovery: str | None
+    trainer_log: bool
     turns: bool | str | os.PathLike[str] | None
     turn_deadline_seconds: float
 

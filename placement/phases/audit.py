@@ -61,7 +61,8 @@ def take_snapshot(
         budget_bytes=stack.reconciler.planner.budget_bytes(stack.phases.name),
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
-        peak_bytes=stack.reconciler.peak_bytes,
+        peak_bytes=max(journal.peak_bytes.copy().values(), default=0),
+        phase_peak_bytes=journal.peak_bytes.copy(),
     )
 
 

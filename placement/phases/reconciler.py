@@ -69,8 +69,6 @@ class Reconciler:
         self._work_seconds = 0.0
         # whether gradients may have been dropped of which memory is still to be given back
         self.has_unused = False
-        # the largest number of device bytes that all handles together have held so far
-        self.peak_bytes = 0
 
     def set_vote(self, vote: GroupVote | None) -> None:
         """Change phases together with the ranks of this vote's group; None: alone."""
@@ -103,7 +101,7 @@ class Reconciler:
     ) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open. `agree` asks the
         ranks that share a handle."""
-        self.measure()
+        self.measure(name)
         view = self.planner.view(name, None, kept)
         room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         participants = self._participants
@@ -144,7 +142,7 @@ class Reconciler:
                 participant.finish(transition)
         finally:
             mover.end()
-        self._end_transition(num_moves)
+        self._end_transition(transition.name, num_moves)
 
     # --- as far as possible
 
@@ -196,7 +194,7 @@ class Reconciler:
             except Exception as error:
                 transition.errors.append(error)
         mover.end()
-        self._end_transition(num_moves)
+        self._end_transition(name, num_moves)
         if leaving is not None or not transition.is_there:
             transition.errors += mover.complete(self._handles.values())
         if name == IDLE:
@@ -224,10 +222,10 @@ class Reconciler:
 
     # --- measuring
 
-    def _end_transition(self, num_moves: int) -> None:
+    def _end_transition(self, phase: str, num_moves: int) -> None:
         """Measure if anything has moved since the journal had `num_moves`."""
         if self._journal.num_moves != num_moves:
-            self.measure()
+            self.measure(phase)
             self.outside.measure(self.planner.memory)
 
     @contextmanager
@@ -248,11 +246,12 @@ class Reconciler:
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
 
-    def measure(self) -> None:
-        """Measure the device's memory and the handles' bytes on it, and update the peak."""
+    def measure(self, phase: str) -> None:
+        """Measure the device's memory and the handles' bytes on it, which count for the peak of
+        this phase."""
         if self.has_unused:
             self.give_back_unused()
-        self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
+        self._journal.note_held(phase, self.planner.measure(self._device.memory()))
 
     def give_back_unused(self) -> None:
         """Give back the memory of gradients that were dropped. Where that cannot be now, the next

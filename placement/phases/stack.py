@@ -91,16 +91,17 @@ class PhaseStack:
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the
         device meanwhile."""
-        handle.counters.loaded_bytes += streamed.to_device_bytes
-        handle.counters.prefetch_used_bytes += streamed.early_bytes
-        handle.counters.offloaded_bytes += streamed.to_host_bytes
+        self._journal.count_bytes(
+            handle.counters,
+            loaded=streamed.to_device_bytes,
+            offloaded=streamed.to_host_bytes,
+            early=streamed.early_bytes,
+        )
         # its own are in the peak
         others_bytes = sum(
             each.resident_bytes for each in self._handles.values() if each is not handle
         )
-        self.reconciler.peak_bytes = max(
-            self.reconciler.peak_bytes, others_bytes + streamed.peak_bytes
-        )
+        self._journal.note_held(self.phases.name, others_bytes + streamed.peak_bytes)
         logger.debug(
             "%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds
         )
@@ -115,7 +116,7 @@ class PhaseStack:
             phases.check_holder(phase.name)
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
-            self.reconciler.measure()
+            self.reconciler.measure(phases.name)
             if not phases.all:
                 self._planner.note_end_of(IDLE)
             self._change(
@@ -146,7 +147,8 @@ class PhaseStack:
             try:
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.take(wanted.name)
-                    self.reconciler.measure()  # what others have given back is free now
+                    # what others have given back is free now
+                    self.reconciler.measure(phases.name)
                 plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
@@ -240,7 +242,7 @@ class PhaseStack:
                     raise
 
     def _note_end(self, phase: OpenPhase) -> None:
-        self.reconciler.measure()
+        self.reconciler.measure(phase.name)
         self._planner.note_end_of(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
@@ -316,7 +318,7 @@ class PhaseStack:
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
-        self.reconciler.measure()
+        self.reconciler.measure(self.phases.name)
         if not self.phases.all:
             self.reconciler.end_turn()
 
