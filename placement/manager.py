@@ -139,7 +139,9 @@ class Manager:
         # Without the manager, so that a server that shows snapshots does not keep it alive.
         self._take_snapshot = partial(
             audit.take_snapshot,
-            self._stack,
+            self._stack.registry,
+            self._stack.phases,
+            self._stack.reconciler,
             self.policy.name,
             self.settings.worker_role,
             self.device,

@@ -192,12 +192,21 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
+    parser.add_argument(
+        "--incident",
+        type=Path,
+        metavar="DIR",
+        help="print who held what in an incident: a folder that an error names",
+    )
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
     need not parse the output."""
+    if arguments.incident is not None:
+        print(incident_report(arguments.incident))
+        return 0
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError(
@@ -211,6 +220,46 @@ def run_status(arguments: argparse.Namespace) -> int:
         views = _look(places)
     print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
+
+
+def incident_report(folder: Path) -> str:
+    """The report of an incident: who held what, largest first, and the cause. Raises
+    PlacementError: this is no folder of an incident."""
+    try:
+        incident, snapshot = (
+            json.loads((folder / name).read_text()) for name in ("incident.json", "snapshot.json")
+        )
+    except (OSError, ValueError) as error:
+        raise PlacementError(f"{folder} is not the folder of an incident: {error}") from error
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident["timestamp_seconds"]))
+    snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
+    targets = incident["plan"]["targets"]
+    rows = [(*row, targets.get(row[0], "?")) for row in _handle_rows({"snapshot": snapshot})]
+    used, total, budget = (
+        readable(snapshot[name])
+        for name in ("device_used_bytes", "device_total_bytes", "budget_bytes")
+    )
+    parts = [
+        f"{when}, phase {incident['phase']!r}\n{incident['error']}",
+        f"{snapshot['device']}: {used} of {total} in use; the handles may hold {budget}",
+        plain_table((*HANDLE_COLUMNS, "planned"), rows),
+    ]
+    processes = _part(folder / "processes.json", [])
+    parts += [
+        f"process {process['pid']} ({process['name']}): {readable(process['bytes'] or 0)}"
+        for process in processes
+    ]
+    for finding in _part(folder / "audit.json", {"findings": []})["findings"]:
+        parts.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
+    return "\n\n".join(parts)
+
+
+def _part(file: Path, otherwise: Any) -> Any:
+    """A file of an incident, which may be missing."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return otherwise
 
 
 def _screen(views: Sequence[View]) -> str:

@@ -148,6 +148,9 @@ class Settings(BaseModel):
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
     trainer_log: bool = True
     """Whether the integrations add `Manager.metrics` to the log of their trainer."""
+    incidents: Annotated[str, BeforeValidator(_folder)] | None = None
+    """A folder in which each incident gets a folder of its own: memory ran out, bytes that differ,
+    a broken handle. A process keeps its last 8. None: nothing is written."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
@@ -275,6 +278,7 @@ class SettingsKeywords(TypedDict, total=False):
     verify: Verify
     discovery: str | None
     trainer_log: bool
+    incidents: str | os.PathLike[str] | None
     turns: bool | str | os.PathLike[str] | None
     turn_deadline_seconds: float
 

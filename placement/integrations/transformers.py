@@ -59,7 +59,9 @@ def give_back(manager: Manager, names: Iterable[str]) -> None:
             manager.unregister(name)
 
 
-def figures_for(manager: Manager, logs: Mapping[str, Any], *, is_training: bool) -> dict[str, float]:
+def figures_for(
+    manager: Manager, logs: Mapping[str, Any], *, is_training: bool
+) -> dict[str, float]:
     """The figures for one line of a trainer's log. The last line of a training has the totals, and
     one of an evaluation has none."""
     is_last = "train_runtime" in logs

@@ -52,8 +52,8 @@ class Figures:
         }
 
     def _counters(self, snapshot: Snapshot) -> dict[str, float]:
-        """What only grows, in bytes and seconds. What belongs to a feature is there from its first
-        use on."""
+        """Everything that only grows, in bytes and seconds. A feature's figures are there from its
+        first use on."""
         totals, stalls = self._journal.totals, snapshot.phase_stall_seconds
         counted: dict[str, float] = {
             "stall_seconds": sum(stalls.values()),

@@ -15,7 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from placement.core.interrupts import BoundedCalls
+
 ASK_SECONDS = 5.0
+_LIST_SECONDS = 2.0  # a driver that hangs does not hold a worker that has an error to tell
 
 
 class OtherProcesses:
@@ -87,3 +90,31 @@ def _library() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
+
+
+def processes_on(uuid: str) -> list[dict[str, Any]]:
+    """The processes on a GPU with their device bytes, as NVML lists them now: `pid`, `name`,
+    `bytes` (None where the driver does not tell). Empty where NVML does not answer in time."""
+    nvml = _library() if uuid else None
+    if nvml is None:
+        return []
+
+    def look() -> list[dict[str, Any]]:
+        nvml.nvmlInit()
+        try:
+            device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            return [
+                {
+                    "pid": process.pid,
+                    "name": str(nvml.nvmlSystemGetProcessName(process.pid)),
+                    "bytes": process.usedGpuMemory,
+                }
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+            ]
+        finally:
+            nvml.nvmlShutdown()
+
+    try:
+        return BoundedCalls("placement-nvml", _LIST_SECONDS)(look)
+    except (TimeoutError, nvml.NVMLError):
+        return []

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from placement.devices.base import Device
     from placement.devices.memory import Outside
     from placement.group.turn import Turn
-    from placement.phases.stack import PhaseStack
+    from placement.phases.phase import OpenPhases
+    from placement.phases.reconciler import Reconciler
+    from placement.registration.registry import Registry
 
 
 # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
@@ -27,26 +29,30 @@ _OTHERS_SECONDS = 1.0
 
 
 def take_snapshot(
-    stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal
+    registry: Registry,
+    phases: OpenPhases,
+    reconciler: Reconciler,
+    policy: str,
+    worker_role: str,
+    device: Device,
+    journal: Journal,
 ) -> Snapshot:
     """The state of the manager and all handles at this moment. Takes no lock."""
-    memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
-    handles = tuple(
-        snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values()
-    )
+    memory, outside = reconciler.planner.memory, reconciler.outside
+    handles = tuple(snapshot_of(each, phases.kept) for each in registry.handles.copy().values())
     return Snapshot(
         taken_timestamp_seconds=time.time(),
         policy=policy,
         worker_role=worker_role,
         device=device.name,
-        phases=tuple(each.name for each in stack.phases.all),
+        phases=tuple(each.name for each in phases.all),
         handles=handles,
         phase_seconds=journal.phase_seconds(),
         phase_stall_seconds=dict(journal.stall_seconds),
         durations=journal.histograms(),
         policy_decisions=dict(journal.decisions),
         pairing_violations=journal.pairing_violations,
-        unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
+        unpaired_bytes=sum(handle.resident_bytes for handle in reconciler.left_behind),
         unaccounted_bytes=memory.unaccounted_bytes
         if outside.own_bytes is None
         else outside.own_bytes,
@@ -54,11 +60,11 @@ def take_snapshot(
         communicators=outside.communicators,
         communicator_bytes=outside.communicator_bytes,
         ipc_collected_bytes=device.ipc_collected_bytes,
-        prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
+        prefetch_discarded_bytes=reconciler.prefetcher.copies.discarded_bytes,
         wrong_writes=journal.wrong_writes,
         kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
         expired_keeps=journal.expired_keeps,
-        budget_bytes=stack.reconciler.planner.budget_bytes(stack.phases.name),
+        budget_bytes=reconciler.planner.budget_bytes(phases.name),
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
         peak_bytes=max(journal.peak_bytes.copy().values(), default=0),

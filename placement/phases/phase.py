@@ -197,6 +197,7 @@ class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
     `sweep`: called at the beginning of each.
+    `report`: called with the error of one that failed.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
     other ranks."""
 
@@ -205,11 +206,13 @@ class TransitionLock:
         device: Device,
         vote: GroupVote | None,
         sweep: Callable[[], None],
+        report: Callable[[BaseException], None],
         is_outside: Callable[[], bool],
     ) -> None:
         self._device = device
         self.vote = vote
         self._sweep = sweep
+        self._report = report
         self._is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
@@ -285,8 +288,12 @@ class TransitionLock:
             inference,
             torch.set_grad_enabled(False),
         ):
-            self._sweep()
-            yield
+            try:
+                self._sweep()
+                yield
+            except BaseException as error:
+                self._report(error)
+                raise
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
+from placement.engines.tagged import Residency
 from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
@@ -82,6 +83,12 @@ class Reconciler:
         has_engines = any(isinstance(each, Engines) for each in self._participants)
         if handle.kind == "engine" and not has_engines:
             self._participants.insert(0, Engines(self._mover))
+
+    def take_back(self, engine: Handle) -> None:
+        """Have an engine that was lost take part again, if it was restarted. Its state follows."""
+        if isinstance(engine.storage, Residency) and engine.storage.take_back():
+            for error in self._mover.each_repaired([engine], lambda _: None):
+                logger.warning("%s: %s", engine.name, str(error))
 
     # --- all or nothing
 

@@ -21,6 +21,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
+from placement.phases.incidents import Incidents
 from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
@@ -70,8 +71,15 @@ class PhaseStack:
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
+        self.incidents = Incidents(
+            self.registry, self.phases, self.reconciler, device, policy.name, settings, journal
+        )
         self.lock = TransitionLock(
-            device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all)
+            device,
+            vote,
+            self._sweep,
+            self.incidents.report,
+            lambda: all(each.is_abandoned for each in self.phases.all),
         )
 
     @contextmanager
@@ -153,11 +161,13 @@ class PhaseStack:
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self._journal.enter_phase(phases.name, phases.only)
-                # Not where the group's decision is unknown: other ranks may have entered the phase.
-                # Going back could be as wrong as going on.
-                if not isinstance(error, CoordinatorLost):
-                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
+                wanted_plan = self.reconciler.plan_maker.latest
+                with self.incidents.of(error, wanted.name, wanted_plan):
+                    self._journal.enter_phase(phases.name, phases.only)
+                    # Not where the group's decision is unknown: other ranks may have entered the
+                    # phase. Going back could be as wrong as going on.
+                    if not isinstance(error, CoordinatorLost):
+                        _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
@@ -169,7 +179,7 @@ class PhaseStack:
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
-        with self.lock.transition():
+        with self.lock.transition(), self.incidents.of(error, phase.name, phase.plan):
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 phase.is_abandoned = True  # it ends with the last of these
@@ -203,6 +213,8 @@ class PhaseStack:
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
+                for failure in failures:
+                    self.incidents.report(failure, told=error)
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
@@ -409,10 +421,13 @@ class PhaseStack:
                         pass
 
     def _sweep(self) -> None:
-        """Forget what was garbage-collected and leave what was abandoned, before a phase transition
-        begins."""
+        """Forget what was garbage-collected, take back engines that were restarted and leave what
+        was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
+        for handle in self._handles.values():
+            if handle.kind == "engine":
+                self.reconciler.take_back(handle)
         self._leave_abandoned()
 
     def _leave_abandoned(self) -> None:

@@ -137,7 +137,8 @@ def test_totals_of_a_run_have_what_was_unregistered(worker: Worker) -> None:
     figures = manager.metrics(totals=True)
     assert (
         figures["placement/total/to_device_gb"]
-        == (sum(each.loaded_bytes for each in taken.handles)) / 1e9 + figures["placement/to_device_gb"]
+        == (sum(each.loaded_bytes for each in taken.handles)) / 1e9
+        + figures["placement/to_device_gb"]
     )
     assert figures["placement/total/stall_seconds"] == sum(
         manager.snapshot().phase_stall_seconds.values()
