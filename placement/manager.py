@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -136,18 +135,7 @@ class Manager:
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        # Without the manager, so that a server that shows snapshots does not keep it alive.
-        self._take_snapshot = partial(
-            audit.take_snapshot,
-            self._stack.registry,
-            self._stack.phases,
-            self._stack.reconciler,
-            self.policy.name,
-            self.settings.worker_role,
-            self.device,
-            self.journal,
-        )
-        self._figures = Figures(self.journal, self._take_snapshot)
+        self._figures = Figures(self.journal, self._stack.take_snapshot)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is
         closed."""
@@ -446,30 +434,23 @@ class Manager:
 
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
-        return self._take_snapshot()
+        return self._stack.take_snapshot()
 
     def metrics(self, *, totals: bool = False) -> dict[str, float]:
         """Figures for a trainer's own log, of the time since the last call. Takes no lock.
 
-        Always there, all with the prefix `placement/`: `stall_seconds` (waited for moves),
-        `to_device_gb`, `to_host_gb` and `skipped_gb` (proved clean, not copied), `host_gb` (the
-        host copies now). For each phase that has run: `stall_seconds/<phase>` and
-        `peak_device_gb/<phase>`, 0 where it did not run since the last call. Where they are in
-        use: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`; once they have occurred:
-        `failures`, `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
+        Always there, with the prefix `placement/`: `stall_seconds` (waited for moves),
+        `to_device_gb`, `to_host_gb`, `skipped_gb` (proved clean), `host_gb` (host copies now). For
+        each phase that has run: `stall_seconds/<phase>`, `peak_device_gb/<phase>`. From their first
+        use on: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`, `failures`,
+        `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
 
         The peak is the most that the handles held together, measured at the beginning and the end
-        of a phase and in each step that streams its state. It counts whole pages of weights,
-        optimizer state and what an engine holds. It does not count activations, gradients that
-        torch's allocator holds, or other processes.
-
-            for step, batch in enumerate(batches):
-                ...
-                wandb.log({"loss": loss, **manager.metrics()}, step=step)
+        of a phase and in each step that streams its state: pages of weights, optimizer state, and
+        memory of engines. Activations and gradients in torch's own memory do not count.
 
         Args:
-            totals: add what was counted since the manager was made, under `placement/total/`: for
-                the last line of a run.
+            totals: add the figures since the manager was made, as `placement/total/...`.
         """
         return self._figures.read(totals=totals)
 
@@ -487,16 +468,9 @@ class Manager:
         look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
-            plan, reconciler = self._stack.phases.base_plan(), self._stack.reconciler
-            reconciler.writes.look(wait=True, at_counters=True)
-            return audit.audit(
-                self.handles,
-                plan,
-                self.device,
-                reconciler.writes.findings,
-                reconciler.outside,
-                reconciler.turn,
-            )
+            plan = self._stack.phases.base_plan()
+            self._stack.reconciler.writes.look(wait=True, at_counters=True)
+            return self._stack.take_audit(plan)
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.
@@ -543,7 +517,7 @@ class Manager:
         self._stack.reconciler.outside.watch(self.device.uuid)
         stack = self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(
-            self._take_snapshot,
+            self._stack.take_snapshot,
             is_over=lambda: stack.lock.is_closed,
             journal=self.journal,
             port=port,

@@ -255,32 +255,21 @@ class Recorder:
 
     def _record(self, phase: str) -> None:
         figures, handles = self._manager.metrics(), self._manager.handles.values()
-        row = {"stall_seconds": figures["placement/stall_seconds"]}
-        for verb, figure in (
-            ("loaded", "to_device_gb"),
-            ("offloaded", "to_host_gb"),
-            ("skipped", "skipped_gb"),
-        ):
-            row[f"{verb}_bytes"] = round(figures[f"placement/{figure}"] * 1e9)
-        self.rows.append(
-            (
-                phase,
-                {
-                    "states": {handle.name: handle.state for handle in handles},
-                    "device_bytes": self._manager.device.memory().chunk_bytes,
-                    **row,
-                },
-            )
-        )
+        row = {
+            "states": {handle.name: handle.state for handle in handles},
+            "device_bytes": self._manager.device.memory().chunk_bytes,
+        }
+        self.rows.append((phase, row | {name: figures[f"placement/{name}"] for name in _FIGURES}))
+
+
+_FIGURES = ("to_device_gb", "to_host_gb", "skipped_gb", "stall_seconds")
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     names, cells = list(rows[0][1]["states"]), []
     for phase, row in rows:
-        sizes = [
-            readable(int(row[key]))
-            for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
-        ]
+        moved = [round(row[name] * 1e9) for name in _FIGURES[:3]]
+        sizes = [readable(nbytes) for nbytes in (row["device_bytes"], *moved)]
         states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
     return plain_table(

@@ -192,12 +192,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
-    parser.add_argument(
-        "--incident",
-        type=Path,
-        metavar="DIR",
-        help="print who held what in an incident: a folder that an error names",
-    )
+    text = "print who held what in an incident: a folder that an error names"
+    parser.add_argument("--incident", type=Path, metavar="DIR", help=text)
     parser.set_defaults(run=run_status)
 
 
@@ -226,40 +222,22 @@ def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
     try:
-        incident, snapshot = (
-            json.loads((folder / name).read_text()) for name in ("incident.json", "snapshot.json")
-        )
-    except (OSError, ValueError) as error:
-        raise PlacementError(f"{folder} is not the folder of an incident: {error}") from error
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident["timestamp_seconds"]))
+        found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+        incident, snapshot = found["incident"], found["snapshot"]
+    except (OSError, ValueError, KeyError) as error:
+        raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
     snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
-    targets = incident["plan"]["targets"]
-    rows = [(*row, targets.get(row[0], "?")) for row in _handle_rows({"snapshot": snapshot})]
-    used, total, budget = (
-        readable(snapshot[name])
-        for name in ("device_used_bytes", "device_total_bytes", "budget_bytes")
-    )
-    parts = [
-        f"{when}, phase {incident['phase']!r}\n{incident['error']}",
-        f"{snapshot['device']}: {used} of {total} in use; the handles may hold {budget}",
-        plain_table((*HANDLE_COLUMNS, "planned"), rows),
+    planned = ", ".join(f"{name} {state}" for name, state in incident["plan"]["targets"].items())
+    lines = [
+        incident["error"],
+        f"\nphase {incident['phase']!r}, planned: {planned}\n",
+        _report([{"name": incident["time"], "labels": {}, "snapshot": snapshot}]),
     ]
-    processes = _part(folder / "processes.json", [])
-    parts += [
-        f"process {process['pid']} ({process['name']}): {readable(process['bytes'] or 0)}"
-        for process in processes
-    ]
-    for finding in _part(folder / "audit.json", {"findings": []})["findings"]:
-        parts.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
-    return "\n\n".join(parts)
-
-
-def _part(file: Path, otherwise: Any) -> Any:
-    """A file of an incident, which may be missing."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return otherwise
+    for process in incident["processes"]:
+        lines.append(f"process {process['pid']}: {readable(process['bytes'] or 0)}")
+    for finding in found.get("audit", {}).get("findings", ()):
+        lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
+    return "\n".join(lines)
 
 
 def _screen(views: Sequence[View]) -> str:

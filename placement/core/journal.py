@@ -125,7 +125,7 @@ class Journal:
         # since `observe.figures` was asked
         self.peak_bytes: dict[str, int] = {}
         self.recent_peak_bytes: dict[str, int] = {}
-        self.totals = HandleCounters()  # of all handles, unregistered ones included
+        self.gone = HandleCounters()  # of the handles that are no longer registered, together
         self.decisions: Counter[str] = Counter()
         # the number of loads and offloads since the start. Two equal values mean that nothing moved
         # in between.
@@ -149,15 +149,13 @@ class Journal:
         if record.source is not record.target:
             counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
-        is_load, is_offload = record.trigger is Trigger.LOAD, record.trigger is Trigger.OFFLOAD
-        self.count_bytes(
-            counters,
-            loaded=record.nbytes + record.prefetched_bytes if is_load else 0,
-            offloaded=record.nbytes if is_offload else 0,
-            skipped=record.skipped_bytes,
-            early=record.prefetched_bytes,
-        )
-        moves = is_load or is_offload
+        counters.skipped_bytes += record.skipped_bytes
+        counters.prefetch_used_bytes += record.prefetched_bytes
+        if record.trigger is Trigger.LOAD:
+            counters.loaded_bytes += record.nbytes + record.prefetched_bytes
+        elif record.trigger is Trigger.OFFLOAD:
+            counters.offloaded_bytes += record.nbytes
+        moves = record.trigger is Trigger.LOAD or record.trigger is Trigger.OFFLOAD
         self.num_moves += moves
         operation = record.trigger.value if moves else "sync"
         self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, record.seconds)] += 1
@@ -172,33 +170,23 @@ class Journal:
             extra={"placement": record},
         )
 
-    def count_bytes(
-        self,
-        counters: HandleCounters,
-        *,
-        loaded: int,
-        offloaded: int,
-        skipped: int = 0,
-        early: int = 0,
-    ) -> None:
-        """Count bytes of one handle that moved, or did not have to. `early`: the part of `loaded`
-        that had arrived before."""
-        for counted in (counters, self.totals):
-            counted.loaded_bytes += loaded
-            counted.offloaded_bytes += offloaded
-            counted.skipped_bytes += skipped
-            counted.prefetch_used_bytes += early
-
     def note_held(self, phase: str, nbytes: int) -> None:
         """The handles hold these device bytes together in this phase."""
         for peaks in (self.peak_bytes, self.recent_peak_bytes):
             peaks[phase] = max(peaks.get(phase, 0), nbytes)
 
+    def forget(self, counters: HandleCounters) -> None:
+        """Keep what was counted for a handle that is unregistered."""
+        self.gone.loaded_bytes += counters.loaded_bytes
+        self.gone.offloaded_bytes += counters.offloaded_bytes
+        self.gone.skipped_bytes += counters.skipped_bytes
+        self.gone.prefetch_used_bytes += counters.prefetch_used_bytes
+        self.gone.failures += counters.failures
+
     def failed(
         self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException
     ) -> None:
         counters.failures[reason_of(error)] += 1
-        self.totals.failures[reason_of(error)] += 1
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
         # Log text, not the exception: a handler that keeps records would keep the traceback, and
         # with it the phase and the model.

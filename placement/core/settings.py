@@ -149,8 +149,8 @@ class Settings(BaseModel):
     trainer_log: bool = True
     """Whether the integrations add `Manager.metrics` to the log of their trainer."""
     incidents: Annotated[str, BeforeValidator(_folder)] | None = None
-    """A folder in which each incident gets a folder of its own: memory ran out, bytes that differ,
-    a broken handle. A process keeps its last 8. None: nothing is written."""
+    """A folder for a folder of each incident: an error about memory or bytes, a broken handle. A
+    process keeps its last 8. None: nothing is written."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for

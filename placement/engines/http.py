@@ -10,7 +10,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit
@@ -173,13 +173,17 @@ class ServedEngine(TaggedEngine):
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
 
-    def _found(self) -> frozenset[str]:
-        """The tags that a server is found to have offloaded, which was started anew."""
-        return frozenset()
-
-    def _take_over(self) -> None:
+    def _take_over(self, seconds: float = math.inf) -> None:
         """The server that answers now is the one that is registered."""
-        self._started, self._server.has_ended = self._start(), False
+        self._started, self._server.has_ended = self._start(seconds), False
+
+    def assume(self, *, offloaded: Collection[str]) -> None:
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
+        until it is restarted. A server that has ended holds nothing; a later load raises
+        `EngineLost`."""
+        with contextlib.suppress(EngineError):  # it has ended
+            self._take_over(_ANSWER_SECONDS)
+        super().assume(offloaded=offloaded)
 
     def offloaded_now(self) -> frozenset[str]:
         started = self._start(_ANSWER_SECONDS)
@@ -189,9 +193,7 @@ class ServedEngine(TaggedEngine):
                 f"{self!r} was not restarted, or does not say so: what it has on the device is "
                 "unknown. Restart it, or call assume(offloaded=[...])"
             )
-        found = self._found()
-        self._take_over()
-        return found
+        return frozenset()
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is None:

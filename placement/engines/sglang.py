@@ -88,14 +88,6 @@ class SglangServer(ServedEngine, _Sglang):
         self._take_over()
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
-    def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
-        until it is restarted. A server that has ended holds nothing; a later load raises
-        `EngineLost`."""
-        with contextlib.suppress(EngineError):  # it has ended
-            self._take_over()
-        super().assume(offloaded=offloaded)
-
     def drain(self) -> None:
         """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in
         flight at the deadline, and go on."""

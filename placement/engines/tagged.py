@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -232,15 +232,6 @@ class Residency(Storage):
         self.stale = "it is unknown what happened to them while the engine was lost"
         self.doubt = None
         self._is_drained = True if offloaded else None
-
-    def take_back(self) -> bool:
-        """Record an engine in doubt as it is found, where it was restarted. Returns whether it
-        was."""
-        if self.doubt is None:
-            return False
-        with suppress(EngineError):
-            self._engine.reattach()
-        return self.doubt is None
 
     def reopen(self) -> None:
         """Open an engine that is whole and valid but closed, because an earlier opening was refused
@@ -556,10 +547,8 @@ class TaggedEngine(Engine):
             EngineError: it does not answer, it was not restarted, or it cannot be asked. Nothing
                 has changed.
         """
-        self.residency.assume(self.offloaded_now())
-        logger.info(
-            "%r was restarted, with %s on the device", self, _listed(self.residency.resident_tags)
-        )
+        self.assume(offloaded=self.offloaded_now())
+        logger.info("%r was restarted; on the device: %s", self, [*self.residency.resident_tags])
 
     def offloaded_now(self) -> frozenset[str]:
         """Ask an engine that was restarted which of its tags are offloaded. Raises EngineError: see

@@ -207,8 +207,9 @@ class VllmServer(ServedEngine, _Vllm):
         found = _STARTED.search(answer.body.decode(errors="replace")) if answer.is_ok else None
         return None if found is None else float(found[1])
 
-    def _found(self) -> frozenset[str]:
-        """All of them where it sleeps: vLLM sleeps as a whole."""
+    def offloaded_now(self) -> frozenset[str]:
+        """All tags where it sleeps: vLLM sleeps as a whole."""
+        super().offloaded_now()
         return frozenset(self.residency.tags if self._is_sleeping() else ())
 
     def _sleep(self) -> None:

@@ -59,9 +59,7 @@ def give_back(manager: Manager, names: Iterable[str]) -> None:
             manager.unregister(name)
 
 
-def figures_for(
-    manager: Manager, logs: Mapping[str, Any], *, is_training: bool
-) -> dict[str, float]:
+def figures_for(manager: Manager, logs: Mapping[str, Any], is_training: bool) -> dict[str, float]:
     """The figures for one line of a trainer's log. The last line of a training has the totals, and
     one of an evaluation has none."""
     is_last = "train_runtime" in logs
@@ -247,6 +245,5 @@ class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follow
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PlacementCallback) and _MODEL in callback.manager.handles:
-                is_training = self.model.training
-                logs.update(figures_for(callback.manager, logs, is_training=is_training))
+                logs.update(figures_for(callback.manager, logs, self.model.training))
         super().log(logs, *args, **keywords)

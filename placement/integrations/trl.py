@@ -24,12 +24,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from placement.core.errors import DeviceMemoryError, GroupError
 from placement.core.journal import logger
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.transformers import (
-    Turns,
-    figures_for,
-    give_back,
-    manager_with_phases,
-)
+from placement.integrations.transformers import Turns, figures_for, give_back, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]
@@ -291,7 +286,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         """Log with placement's figures: torch's own do not see its memory."""
         if self._is_placed:
-            logs.update(figures_for(self.manager, logs, is_training=self.model.training))
+            logs.update(figures_for(self.manager, logs, self.model.training))
         super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:

@@ -6,6 +6,7 @@ Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
@@ -17,7 +18,7 @@ _GB = 10**9
 class Figures:
     """The figures of one manager. `Manager.metrics` says what they mean.
 
-    Counters are of the journal, so that bytes of a handle stay counted when it is unregistered.
+    Bytes of a handle stay counted when it is unregistered.
     """
 
     def __init__(self, journal: Journal, take_snapshot: Callable[[], Snapshot]) -> None:
@@ -46,27 +47,32 @@ class Figures:
                 figures[f"total/{name}"] = value
             for name, nbytes in snapshot.phase_peak_bytes.items():
                 figures[f"total/peak_device_gb/{name}"] = nbytes
-        return {
-            f"placement/{name}": value / _GB if "_gb" in name else float(value)
-            for name, value in figures.items()
-        }
+        for name in figures:
+            is_bytes = name.removeprefix("total/").partition("/")[0].endswith("_gb")
+            figures[name] /= _GB if is_bytes else 1
+        return {f"placement/{name}": value for name, value in figures.items()}
 
     def _counters(self, snapshot: Snapshot) -> dict[str, float]:
         """Everything that only grows, in bytes and seconds. A feature's figures are there from its
         first use on."""
-        totals, stalls = self._journal.totals, snapshot.phase_stall_seconds
+        stalls = snapshot.phase_stall_seconds
+        counters: list[Any] = [self._journal.gone, *snapshot.handles]
+
+        def total(name: str) -> int:
+            return sum(getattr(each, name) for each in counters)
+
         counted: dict[str, float] = {
             "stall_seconds": sum(stalls.values()),
-            "to_device_gb": totals.loaded_bytes,
-            "to_host_gb": totals.offloaded_bytes,
-            "skipped_gb": totals.skipped_bytes,
+            "to_device_gb": total("loaded_bytes"),
+            "to_host_gb": total("offloaded_bytes"),
+            "skipped_gb": total("skipped_bytes"),
         }
         for phase in _phases(snapshot):
             counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
         of_features = {
-            "prefetch_used_gb": totals.prefetch_used_bytes,
+            "prefetch_used_gb": total("prefetch_used_bytes"),
             "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes,
-            "failures": sum(totals.failures.values()),
+            "failures": sum(sum(each.failures.values()) for each in counters),
             "pairing_violations": snapshot.pairing_violations,
             "wrong_writes": snapshot.wrong_writes,
         }

@@ -93,26 +93,17 @@ def _library() -> Any:
 
 
 def processes_on(uuid: str) -> list[dict[str, Any]]:
-    """The processes on a GPU with their device bytes, as NVML lists them now: `pid`, `name`,
-    `bytes` (None where the driver does not tell). Empty where NVML does not answer in time."""
+    """The `pid` and the `bytes` of each process on a GPU; empty where NVML does not answer."""
     nvml = _library() if uuid else None
     if nvml is None:
         return []
 
     def look() -> list[dict[str, Any]]:
         nvml.nvmlInit()
-        try:
-            device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            return [
-                {
-                    "pid": process.pid,
-                    "name": str(nvml.nvmlSystemGetProcessName(process.pid)),
-                    "bytes": process.usedGpuMemory,
-                }
-                for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
-            ]
-        finally:
-            nvml.nvmlShutdown()
+        device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        nvml.nvmlShutdown()
+        return [{"pid": each.pid, "bytes": each.usedGpuMemory} for each in found]
 
     try:
         return BoundedCalls("placement-nvml", _LIST_SECONDS)(look)

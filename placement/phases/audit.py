@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError, listed
@@ -17,11 +17,8 @@ from placement.registration.registry import unregistered
 if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
-    from placement.devices.memory import Outside
-    from placement.group.turn import Turn
     from placement.phases.phase import OpenPhases
     from placement.phases.reconciler import Reconciler
-    from placement.registration.registry import Registry
 
 
 # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
@@ -29,7 +26,7 @@ _OTHERS_SECONDS = 1.0
 
 
 def take_snapshot(
-    registry: Registry,
+    registered: dict[str, Handle],
     phases: OpenPhases,
     reconciler: Reconciler,
     policy: str,
@@ -39,7 +36,7 @@ def take_snapshot(
 ) -> Snapshot:
     """The state of the manager and all handles at this moment. Takes no lock."""
     memory, outside = reconciler.planner.memory, reconciler.outside
-    handles = tuple(snapshot_of(each, phases.kept) for each in registry.handles.copy().values())
+    handles = tuple(snapshot_of(each, phases.kept) for each in registered.copy().values())
     return Snapshot(
         taken_timestamp_seconds=time.time(),
         policy=policy,
@@ -117,16 +114,11 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
 
 
 def audit(
-    handles: Mapping[str, Handle],
-    plan: Plan,
-    device: Device,
-    written: Sequence[tuple[str | None, str]],
-    outside: Outside,
-    turn: Turn | None,
+    handles: Mapping[str, Handle], plan: Plan, device: Device, reconciler: Reconciler
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
-    tensor, so not for the hot path.
-    `written`: the handle's name and the description of each write into offloaded memory."""
+    tensor, so not for the hot path."""
+    outside, turn = reconciler.outside, reconciler.turn
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -138,7 +130,7 @@ def audit(
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
-    for name, what in written:
+    for name, what in reconciler.writes.findings:
         detail = f"{what}; the written value is lost, and the next phase transition raises it"
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     if turn is not None and turn.is_held:

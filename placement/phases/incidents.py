@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -28,21 +28,14 @@ from placement.core.errors import (
     IntegrityError,
 )
 from placement.core.journal import Journal, logger
-from placement.core.settings import Settings
-from placement.core.states import Plan
-from placement.devices.base import Device
+from placement.core.snapshot import Audit, Snapshot
+from placement.core.states import IDLE, Plan
 from placement.observe.nvml import processes_on
-from placement.phases.audit import audit, take_snapshot
-from placement.phases.phase import OpenPhases
-from placement.phases.reconciler import Reconciler
-from placement.registration.registry import Registry
 
+# torch's is one of the user's own computing
 _KINDS = (
-    DeviceMemoryError,
-    HostMemoryError,
-    IntegrityError,
-    BrokenHandleError,
-    torch.OutOfMemoryError,  # of the user's own computing
+    *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
+    torch.OutOfMemoryError,
 )
 _KEPT = 8  # the folders of one process; the oldest goes
 _RECORDS = 500  # the end of the journal
@@ -57,51 +50,42 @@ class Incidents:
 
     def __init__(
         self,
-        registry: Registry,
-        phases: OpenPhases,
-        reconciler: Reconciler,
-        device: Device,
-        policy: str,
-        settings: Settings,
+        directory: str | None,
+        take_snapshot: Callable[[], Snapshot],
+        take_audit: Callable[[Plan], Audit],
         journal: Journal,
+        gpu: str,
     ) -> None:
-        self._handles, self._phases, self._reconciler = registry.handles, phases, reconciler
-        self._device, self._journal = device, journal
-        self._take_snapshot = partial(
-            take_snapshot,
-            registry,
-            phases,
-            reconciler,
-            policy,
-            settings.worker_role,
-            device,
-            journal,
-        )
-        self._directory = None if settings.incidents is None else Path(settings.incidents)
+        self._directory = directory
+        self._take_snapshot, self._take_audit = take_snapshot, take_audit
+        self._journal, self._gpu = journal, gpu
         self._folders: deque[Path] = deque()
         self._broken: set[str] = set()  # names of the handles that were broken at the last error
 
     def report(self, error: BaseException, told: BaseException | None = None) -> None:
-        """Write the folder of an error in the phase that is open. `told`: the error that the user
-        sees instead of it."""
-        plan = self._phases.all[-1].plan if self._phases.all else Plan({})
-        with self.of(error, self._phases.name, plan, told):
+        """Write the folder of an error. `told`: the error that the user sees instead of it."""
+        with self.of(error, told=told):
             pass
 
     @contextmanager
     def of(
         self,
         error: BaseException | None,
-        phase: str,
-        plan: Plan,
+        phase: str | None = None,
+        plan: Plan | None = None,
         told: BaseException | None = None,
     ) -> Iterator[None]:
         """Write the folder of an error, if it is an incident, and name it in the error's last line
-        once the block has ended."""
+        once the block has ended. `phase`: the one that was to begin or to end; None: the open
+        one."""
         seen = error if told is None else told
         folder = None
-        if error is not None and seen is not None and self._is_new(error, seen):
-            folder = self._write(error, phase, plan)
+        is_named = any(note.startswith(_NOTE) for note in getattr(seen, "__notes__", ()))
+        if self._directory is not None and error is not None and not is_named:
+            try:
+                folder = self._write(Path(self._directory), error, phase, plan)
+            except Exception as failure:
+                logger.warning("an incident cannot be written: %s", failure)
         try:
             yield
         finally:
@@ -109,86 +93,56 @@ class Incidents:
                 with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
                     seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
 
-    def _is_new(self, error: BaseException, seen: BaseException) -> bool:
-        if self._directory is None or any(
-            note.startswith(_NOTE) for note in getattr(seen, "__notes__", ())
-        ):
-            return False
-        broken = {name for name, handle in self._handles.items() if handle.broken is not None}
-        before, self._broken = self._broken, broken
-        return isinstance(error, _KINDS) or not broken <= before
-
-    def _write(self, error: BaseException, phase: str, plan: Plan) -> Path | None:
-        try:
-            folder = self._make_folder()
-        except OSError as failure:
-            logger.warning("an incident cannot be written: %s", failure)
+    def _write(
+        self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
+    ) -> Path | None:
+        snapshot = self._take_snapshot()
+        before, self._broken = self._broken, {each.name for each in snapshot.handles if each.broken}
+        if not isinstance(error, _KINDS) and self._broken <= before:
             return None
-        head = {
-            "timestamp_seconds": time.time(),
-            "error": f"{type(error).__name__}: {error}",
-            "phase": phase,
-            "plan": plan,
-        }
-        parts: dict[str, Callable[[], Any]] = {
-            "incident.json": lambda: head,
-            "snapshot.json": lambda: self._take_snapshot().model_dump(mode="json"),
-            "journal.json": self._end_of_journal,
-            "processes.json": lambda: processes_on(self._device.uuid),
-            "audit.json": lambda: self._audit(plan).model_dump(mode="json"),
-            "traceback.txt": lambda: "".join(traceback.format_exception(error)),
-            "torch_memory.pickle": lambda: _torch_memory(folder / "torch_memory.pickle"),
-        }
-        for name, content in parts.items():
-            try:
-                found = content()
-                if found is not None:
-                    text = found if isinstance(found, str) else json.dumps(found, default=_plain)
-                    (folder / name).write_text(text)
-            except Exception as failure:
-                logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
-        return folder
-
-    def _make_folder(self) -> Path:
-        assert self._directory is not None
+        targets = {handle.name: handle.state for handle in snapshot.handles}
+        plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
         when = time.strftime("%Y%m%d-%H%M%S")
-        folder = self._directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        head = {
+            "time": when,
+            "error": f"{type(error).__name__}: {error}",
+            "phase": phase or (snapshot.phases or (IDLE,))[-1],
+            "plan": plan,
+            "processes": processes_on(self._gpu),
+        }
+        folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
         if len(self._folders) > _KEPT:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        return folder
-
-    def _audit(self, plan: Plan) -> Any:
-        targets = {
-            name: plan.targets.get(name, handle.state) for name, handle in self._handles.items()
-        }
-        writes, outside = self._reconciler.writes, self._reconciler.outside
-        return audit(
-            self._handles,
-            Plan(targets),
-            self._device,
-            writes.findings,
-            outside,
-            self._reconciler.turn,
-        )
-
-    def _end_of_journal(self) -> dict[str, Any]:
         records, failures = [*self._journal], [*self._journal.failures]
-        return {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
-
-
-def _torch_memory(file: Path) -> None:
-    """torch's record of its allocations, where the user has switched that on
-    (`torch.cuda.memory._record_memory_history`)."""
-    if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
-        torch.cuda.memory._dump_snapshot(str(file))
+        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
+        contents: dict[str, Callable[[], str | None]] = {
+            "incident.json": partial(json.dumps, head, default=_plain),
+            "snapshot.json": snapshot.model_dump_json,
+            "journal.json": partial(json.dumps, journal, default=_plain),
+            "audit.json": lambda: self._take_audit(plan).model_dump_json(),
+            "traceback.txt": lambda: "".join(traceback.format_exception(error)),
+            "torch_memory.pickle": partial(_dump_torch_memory, folder),
+        }
+        for name, content in contents.items():
+            try:
+                if (text := content()) is not None:
+                    (folder / name).write_text(text)
+            except Exception as failure:
+                logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
+        return folder
 
 
 def _plain(value: Any) -> Any:
     """The plain form of plans, records and their parts, which JSON has none for."""
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return dict(value)
-    return sorted(value) if isinstance(value, Set) else str(value)
+    return sorted(value) if isinstance(value, Set) else dict(value)
+
+
+def _dump_torch_memory(folder: Path) -> None:
+    """torch's record of its allocations, where the user has switched that on
+    (`torch.cuda.memory._record_memory_history`)."""
+    if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+        torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from placement.core.errors import EngineError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan
@@ -84,11 +85,14 @@ class Reconciler:
         if handle.kind == "engine" and not has_engines:
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back(self, engine: Handle) -> None:
-        """Have an engine that was lost take part again, if it was restarted. Its state follows."""
-        if isinstance(engine.storage, Residency) and engine.storage.take_back():
-            for error in self._mover.each_repaired([engine], lambda _: None):
-                logger.warning("%s: %s", engine.name, str(error))
+    def take_back_engines(self) -> None:
+        """Have engines take part again that were lost and restarted. Their states follow."""
+        for handle in self._handles.values():
+            residency = handle.storage
+            if isinstance(residency, Residency) and residency.doubt is not None:
+                with suppress(EngineError):  # it does not answer yet, or cannot be asked
+                    handle.object.reattach()
+                    self._mover.each_repaired([handle], lambda _: None)
 
     # --- all or nothing
 

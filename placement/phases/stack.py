@@ -18,9 +18,11 @@ from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
+from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
+from placement.phases import audit
 from placement.phases.incidents import Incidents
 from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
@@ -71,8 +73,12 @@ class PhaseStack:
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
+        # without the stack, so that a server that shows snapshots does not keep it alive
+        parts = self._handles, self.phases, self.reconciler
+        named = policy.name, settings.worker_role
+        self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
         self.incidents = Incidents(
-            self.registry, self.phases, self.reconciler, device, policy.name, settings, journal
+            settings.incidents, self.take_snapshot, self.take_audit, journal, device.uuid
         )
         self.lock = TransitionLock(
             device,
@@ -99,12 +105,9 @@ class PhaseStack:
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the
         device meanwhile."""
-        self._journal.count_bytes(
-            handle.counters,
-            loaded=streamed.to_device_bytes,
-            offloaded=streamed.to_host_bytes,
-            early=streamed.early_bytes,
-        )
+        handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.prefetch_used_bytes += streamed.early_bytes
+        handle.counters.offloaded_bytes += streamed.to_host_bytes
         # its own are in the peak
         others_bytes = sum(
             each.resident_bytes for each in self._handles.values() if each is not handle
@@ -115,6 +118,10 @@ class PhaseStack:
         )
         if self.phases.all:
             self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
+
+    def take_audit(self, plan: Plan) -> Audit:
+        """See `Manager.audit`. `plan`: where every handle belongs now."""
+        return audit.audit(self._handles, plan, self._device, self.reconciler)
 
     # --- entering and switching
 
@@ -150,19 +157,18 @@ class PhaseStack:
         """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
         and the keeps)."""
         phases = self.phases
+        self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.take(wanted.name)
-                    # what others have given back is free now
-                    self.reconciler.measure(phases.name)
+                    self.reconciler.measure(phases.name)  # others may have given back
                 plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                wanted_plan = self.reconciler.plan_maker.latest
-                with self.incidents.of(error, wanted.name, wanted_plan):
+                with self.incidents.of(error, wanted.name, self.reconciler.plan_maker.latest):
                     self._journal.enter_phase(phases.name, phases.only)
                     # Not where the group's decision is unknown: other ranks may have entered the
                     # phase. Going back could be as wrong as going on.
@@ -327,6 +333,7 @@ class PhaseStack:
         plans of all open phases."""
         self._look_for_writes(wait=False)
         self.registry.remove(handle)
+        self._journal.forget(handle.counters)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
@@ -425,9 +432,7 @@ class PhaseStack:
         was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
-        for handle in self._handles.values():
-            if handle.kind == "engine":
-                self.reconciler.take_back(handle)
+        self.reconciler.take_back_engines()
         self._leave_abandoned()
 
     def _leave_abandoned(self) -> None:

@@ -14,7 +14,7 @@ from tests.engines.conftest import Start
 from tests.engines.standin import Sglang0523, Sglang059, Vllm024, Vllm033
 
 every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
-ON_RESTART = "was restarted, with"
+ON_RESTART = "was restarted; on the device: ["
 
 
 @every_server

@@ -14,7 +14,7 @@ import torch
 from placement import DeviceMemoryError, HostMemoryError, IntegrityError, Manager
 from placement.cli import main
 from placement.observe import nvml
-from placement.phases import incidents
+from placement.phases import audit, incidents
 from placement.testing import Faults, SimulatedDevice
 from tests.support.worker import CAPACITY, Worker, learn, net
 
@@ -23,7 +23,6 @@ FILES = {
     "snapshot.json",
     "journal.json",
     "audit.json",
-    "processes.json",
     "traceback.txt",
 }
 
@@ -66,10 +65,10 @@ def test_a_plan_that_does_not_fit(place: Path, capsys: pytest.CaptureFixture[str
     assert "DeviceMemoryError" in text
     assert "phase 'train'" in text
     assert row(text, "actor")[1] == "GPU_RESIDENT"
-    assert row(text, "actor")[-1] == "TRAINING"
+    assert "actor TRAINING" in text  # planned
     assert row(text, "ref")[1] == "CPU_OFFLOADED"
-    first = next(line for line in text.splitlines() if line.endswith(("TRAINING", "OFFLOADED")))
-    assert first.startswith("actor ")  # who holds most
+    names = [line.split()[0] for line in text.splitlines() if " CPU_" in line or " GPU_" in line]
+    assert names[-5:][0] == "actor"  # who holds most
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_what_cannot_be_written_hides_no_error(
         place.parent.mkdir()
         place.write_text("a file")
     else:
-        where: Any = Path if at == "file" else incidents
+        where: Any = Path if at == "file" else audit
         monkeypatch.setattr(where, "write_text" if at == "file" else "audit", full)
     worker = Worker(budget_bytes=80 << 10, incidents=place)
     with pytest.raises(DeviceMemoryError, match="train"):
@@ -207,10 +206,9 @@ def test_the_processes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetComputeRunningProcesses=lambda device: [process],
-        nvmlSystemGetProcessName=lambda pid: f"name of {pid}",
     )
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    assert nvml.processes_on("GPU-1") == [{"pid": 7, "name": "name of 7", "bytes": 123}]
+    assert nvml.processes_on("GPU-1") == [{"pid": 7, "bytes": 123}]
 
     def fails(uuid: str) -> Any:
         raise RuntimeError("the driver is gone")

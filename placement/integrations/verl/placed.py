@@ -227,8 +227,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     _manual: Any = None  # the hold that `to` opened
     # the parts that `to` was asked to bring to the device: "model", "optimizer"
     _manual_parts: frozenset[str] = frozenset()
-    _is_one_of_several = False  # whether a batch is one of several of a step
-    _has_logged = False  # whether one of them has had the figures
+    _mini_batch = 0  # the number of the mini-batch in a step of verl's actor or critic, from 1 on
     # whether delta syncs compare with the host copy; else verl compares with a copy of its own
     _compares_host_copy = False
 
@@ -367,9 +366,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         """One of verl's modes inside a phase. `stays`: the caller has brought everything to the
         device by `to`, or by a mode around."""
         is_placed = self._model_handle is not None
-        self._is_one_of_several = self.mode is not None  # a mini-batch of verl's actor or critic
-        if not self._is_one_of_several:
-            self._has_logged = False
+        self._mini_batch = 0 if self.mode is None else self._mini_batch + 1
         with (
             nullcontext() if stays else self._hold(phase),
             mode(disable_auto_offload=stays or is_placed, **kwargs),
@@ -379,21 +376,15 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """verl's own, with the figures of `Manager.metrics` in the metrics of a step's first
         mini-batch: verl takes the mean over mini-batches that have a key."""
-        outputs = super().train_batch(*args, **kwargs)
-        if (
-            self._manager is not None
-            and self._manager.settings.trainer_log
-            and self._is_one_of_several
-            and not self._has_logged
-            and self.is_mp_src_rank_with_outputs()
-        ):
-            from verl.utils.metric import Metric
+        from verl.utils.metric import Metric
 
-            self._has_logged = True
-            for name, value in self._manager.metrics().items():
-                # over the ranks
-                how = "max" if "peak" in name else "mean"
-                outputs["metrics"][name] = Metric(how, value)
+        outputs = super().train_batch(*args, **kwargs)
+        manager, is_first = self._manager, self._mini_batch == 1
+        logs = is_first and self.is_mp_src_rank_with_outputs()
+        if logs and manager is not None and manager.settings.trainer_log:
+            for name, value in manager.metrics().items():
+                over_ranks = "max" if "peak" in name else "mean"
+                outputs["metrics"][name] = Metric(over_ranks, value)
         return outputs
 
     def optimizer_step(self) -> float:
