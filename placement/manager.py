@@ -469,7 +469,7 @@ class Manager:
         """
         with self._stack.lock.transition():
             plan = self._stack.phases.base_plan()
-            self._stack.reconciler.writes.look(wait=True, at_counters=True)
+            self._stack.reconciler.changes.look_everywhere(wait=True)
             return self._stack.take_audit(plan)
 
     def check_integrity(self) -> None:

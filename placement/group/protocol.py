@@ -395,15 +395,6 @@ class Group:
                 # change
                 self._enter_next_epoch()
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the present change has ended for all ranks without this one, or the board does
-        not answer. Does not wait."""
-        try:
-            return self._board.look([self._key("decision")]) is not None
-        except BoardLost:
-            return True
-
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
         if (proposals := self._messages(Proposal, "proposal", deadline)) is None:

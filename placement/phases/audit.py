@@ -13,6 +13,7 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
+from placement.storage.writes import Change, message
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal
@@ -118,7 +119,7 @@ def audit(
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
     tensor, so not for the hot path."""
-    outside, turn = reconciler.outside, reconciler.turn
+    outside, turn, writes = reconciler.outside, reconciler.turn, reconciler.changes.writes
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -130,8 +131,8 @@ def audit(
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
-    for name, what in reconciler.writes.findings:
-        detail = f"{what}; the written value is lost, and the next phase transition raises it"
+    for name in dict.fromkeys(change.handle for change in writes):
+        detail = message(change for change in writes if change.handle == name)
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     if turn is not None and turn.is_held:
         left = [h.name for h in handles.values() if h.is_on_device and not plan.on_device(h.name)]

@@ -244,11 +244,14 @@ class StorageScanner:
         finally:
             self.adapter.hands_back = before
 
-    def rescan(self, *, movable: bool = False) -> Scan:
+    def rescan(self, *, movable: bool = False, anew: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return
         the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can
-        be moved."""
+        be moved.
+        `anew`: look at every tensor, even if nothing has changed since the last look."""
+        if anew:
+            self._last = None
         ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
         last = self._last if self._last is not None and self._last[0] is ranges else None
         is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
@@ -300,6 +303,11 @@ class StorageScanner:
             relocated,
             walk.in_place,
         )
+
+    def versions_now(self) -> Versions:
+        """The counters of the adopted storages, as of a new look."""
+        self.rescan()
+        return self.versions
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage

@@ -101,6 +101,30 @@ def test_a_phase_transition_counts_for_the_phase_that_it_goes_to() -> None:
     assert counted() == {"idle"}
 
 
+def test_decisions_are_counted_for_entries_and_switches_alone(worker: Worker) -> None:
+    """Not for what joins or leaves an open phase."""
+    assert worker.manager.snapshot().policy_decisions == {}
+    with worker.manager.phase("log_prob") as phase:
+        counted = worker.manager.snapshot().policy_decisions
+        assert counted == {"load": 2, "keep": 3}
+        phase.done_with("ref")
+        late = net()
+        worker.manager.register("late", late, role="reward")
+    assert worker.manager.snapshot().policy_decisions == counted
+
+
+def test_the_end_of_a_phase_waits_for_no_kernel_where_a_framework_moves_the_bytes() -> None:
+    device = SimulatedDevice(CAPACITY)
+    manager, module = make_manager(device=device), net()
+    manager.register("actor", module, role="actor", external=True)
+    waits = []
+    device.wait_for_work = lambda: waits.append(None)  # type: ignore[method-assign]
+    with manager.phase("log_prob"):
+        assert manager.handles["actor"].state is GPU
+    assert manager.handles["actor"].state is OFF
+    assert waits == []
+
+
 def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         loaded = worker.actor.counters.loaded_bytes
