@@ -43,7 +43,7 @@ class Job:
             {
                 name: value
                 for name, value in step.items()
-                if "timing" not in name and "perf/" not in name
+                if not any(part in name for part in ("timing", "perf/", "placement/"))
             }
             for step in self.steps
         ]

@@ -118,20 +118,20 @@ def _measure(
         worker.step()
     rig.empty_cache()
     rig.sync()
-    started = worker.snapshot()
+    worker.manager.metrics()
     with rig.sampled_peak() as peak:
         step = rig.seconds(lambda: [worker.step() for _ in range(times)]) / times
-    figures = worker.snapshot().since(started)
+    figures = worker.manager.metrics()
     loaded, offloaded = (
-        figures[f"placement/{what}_bytes"] / times for what in ("loaded", "offloaded")
+        figures[f"placement/to_{side}_gb"] * 1e9 / times for side in ("device", "host")
     )
     add("computation alone", alone, "s")
     add("step", step, "s")
     add("stalled", step - alone, "s")
     add("waited in phase transitions", figures["placement/stall_seconds"] / times, "s")
     add("bytes to the device", loaded, "bytes")
-    add("of them early", figures["placement/prefetch_used_bytes"] / times, "bytes")
-    add("early in vain", figures["placement/prefetch_discarded_bytes"] / times, "bytes")
+    add("of them early", figures.get("placement/prefetch_used_gb", 0.0) * 1e9 / times, "bytes")
+    add("early in vain", figures.get("placement/prefetch_discarded_gb", 0.0) * 1e9 / times, "bytes")
     add("bytes to the host", offloaded, "bytes")
     add(
         "lower bound of the stall",

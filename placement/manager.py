@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -20,6 +19,7 @@ from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRo
 from placement.core.snapshot import Audit, Snapshot, summary
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
+from placement.observe.figures import Figures
 from placement.phases import audit
 from placement.phases.hold import Hold
 from placement.phases.phase import PhaseContext, here, names_of
@@ -135,15 +135,7 @@ class Manager:
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        # Without the manager, so that a server that shows snapshots does not keep it alive.
-        self._take_snapshot = partial(
-            audit.take_snapshot,
-            self._stack,
-            self.policy.name,
-            self.settings.worker_role,
-            self.device,
-            self.journal,
-        )
+        self._figures = Figures(self.journal, self._stack.take_snapshot)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is
         closed."""
@@ -442,7 +434,25 @@ class Manager:
 
         Takes no lock, so that a scrape of the metrics never waits for a move.
         """
-        return self._take_snapshot()
+        return self._stack.take_snapshot()
+
+    def metrics(self, *, totals: bool = False) -> dict[str, float]:
+        """Figures for a trainer's own log, of the time since the last call. Takes no lock.
+
+        Always there, with the prefix `placement/`: `stall_seconds` (waited for moves),
+        `to_device_gb`, `to_host_gb`, `skipped_gb` (proved clean), `host_gb` (host copies now). For
+        each phase that has run: `stall_seconds/<phase>`, `peak_device_gb/<phase>`. From their first
+        use on: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`, `failures`,
+        `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
+
+        The peak is the most that the handles held together, measured at the beginning and the end
+        of a phase and in each step that streams its state: pages of weights, optimizer state, and
+        memory of engines. Activations and gradients in torch's own memory do not count.
+
+        Args:
+            totals: add the figures since the manager was made, as `placement/total/...`.
+        """
+        return self._figures.read(totals=totals)
 
     def audit(self) -> Audit:
         """Compare the declared state of every handle with its tensors and with the device. Changes
@@ -458,16 +468,9 @@ class Manager:
         look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
-            plan, reconciler = self._stack.phases.base_plan(), self._stack.reconciler
-            reconciler.changes.look_everywhere(wait=True)
-            return audit.audit(
-                self.handles,
-                plan,
-                self.device,
-                reconciler.changes.writes,
-                reconciler.outside,
-                reconciler.turn,
-            )
+            plan = self._stack.phases.base_plan()
+            self._stack.reconciler.changes.look_everywhere(wait=True)
+            return self._stack.take_audit(plan)
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.
@@ -514,7 +517,7 @@ class Manager:
         self._stack.reconciler.outside.watch(self.device.uuid)
         stack = self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(
-            self._take_snapshot,
+            self._stack.take_snapshot,
             is_over=lambda: stack.lock.is_closed,
             journal=self.journal,
             port=port,

@@ -243,7 +243,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
-        self._last = self._manager.snapshot()
+        self._manager.metrics()
         with self._manager.phase(name, only=only) as self._open:
             self._record(name)
             yield self
@@ -254,31 +254,22 @@ class Recorder:
         self._record(name)
 
     def _record(self, phase: str) -> None:
-        before, self._last = self._last, self._manager.snapshot()
-        moved, device_bytes = self._last.since(before), self._manager.device.memory().chunk_bytes
+        figures, handles = self._manager.metrics(), self._manager.handles.values()
         row = {
-            key: moved[f"placement/{key}"]
-            for key in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "stall_seconds")
+            "states": {handle.name: handle.state for handle in handles},
+            "device_bytes": self._manager.device.memory().chunk_bytes,
         }
-        self.rows.append(
-            (
-                phase,
-                {
-                    "states": {each.name: each.state for each in self._last.handles},
-                    "device_bytes": device_bytes,
-                    **row,
-                },
-            )
-        )
+        self.rows.append((phase, row | {name: figures[f"placement/{name}"] for name in _FIGURES}))
+
+
+_FIGURES = ("to_device_gb", "to_host_gb", "skipped_gb", "stall_seconds")
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     names, cells = list(rows[0][1]["states"]), []
     for phase, row in rows:
-        sizes = [
-            readable(int(row[key]))
-            for key in ("device_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
-        ]
+        moved = [round(row[name] * 1e9) for name in _FIGURES[:3]]
+        sizes = [readable(nbytes) for nbytes in (row["device_bytes"], *moved)]
         states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
     return plain_table(

@@ -192,12 +192,17 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
+    text = "print who held what in an incident: a folder that an error names"
+    parser.add_argument("--incident", type=Path, metavar="DIR", help=text)
     parser.set_defaults(run=run_status)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
     need not parse the output."""
+    if arguments.incident is not None:
+        print(incident_report(arguments.incident))
+        return 0
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError(
@@ -211,6 +216,28 @@ def run_status(arguments: argparse.Namespace) -> int:
         views = _look(places)
     print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
+
+
+def incident_report(folder: Path) -> str:
+    """The report of an incident: who held what, largest first, and the cause. Raises
+    PlacementError: this is no folder of an incident."""
+    try:
+        found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+        incident, snapshot = found["incident"], found["snapshot"]
+    except (OSError, ValueError, KeyError) as error:
+        raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
+    snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
+    planned = ", ".join(f"{name} {state}" for name, state in incident["plan"]["targets"].items())
+    lines = [
+        incident["error"],
+        f"\nphase {incident['phase']!r}, planned: {planned}\n",
+        _report([{"name": incident["time"], "labels": {}, "snapshot": snapshot}]),
+    ]
+    for process in incident["processes"]:
+        lines.append(f"process {process['pid']}: {readable(process['bytes'] or 0)}")
+    for finding in found.get("audit", {}).get("findings", ()):
+        lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
+    return "\n".join(lines)
 
 
 def _screen(views: Sequence[View]) -> str:

@@ -121,6 +121,11 @@ class Journal:
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
+        # the most device bytes that the handles have held together, by phase: since the start, and
+        # since `observe.figures` was asked
+        self.peak_bytes: dict[str, int] = {}
+        self.recent_peak_bytes: dict[str, int] = {}
+        self.gone = HandleCounters()  # of the handles that are no longer registered, together
         self.decisions: Counter[str] = Counter()
         # the number of loads and offloads since the start. Two equal values mean that nothing moved
         # in between.
@@ -164,6 +169,19 @@ class Journal:
             record.target,
             extra={"placement": record},
         )
+
+    def note_held(self, phase: str, nbytes: int) -> None:
+        """The handles hold these device bytes together in this phase."""
+        for peaks in (self.peak_bytes, self.recent_peak_bytes):
+            peaks[phase] = max(peaks.get(phase, 0), nbytes)
+
+    def forget(self, counters: HandleCounters) -> None:
+        """Keep what was counted for a handle that is unregistered."""
+        self.gone.loaded_bytes += counters.loaded_bytes
+        self.gone.offloaded_bytes += counters.offloaded_bytes
+        self.gone.skipped_bytes += counters.skipped_bytes
+        self.gone.prefetch_used_bytes += counters.prefetch_used_bytes
+        self.gone.failures += counters.failures
 
     def failed(
         self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException

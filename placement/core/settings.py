@@ -146,6 +146,11 @@ class Settings(BaseModel):
     themselves."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
+    trainer_log: bool = True
+    """Whether the integrations add `Manager.metrics` to the log of their trainer."""
+    incidents: Annotated[str, BeforeValidator(_folder)] | None = None
+    """A folder for a folder of each incident: an error about memory or bytes, a broken handle. A
+    process keeps its last 8. None: nothing is written."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
@@ -272,6 +277,8 @@ class SettingsKeywords(TypedDict, total=False):
     strict: bool
     verify: Verify
     discovery: str | None
+    trainer_log: bool
+    incidents: str | os.PathLike[str] | None
     turns: bool | str | os.PathLike[str] | None
     turn_deadline_seconds: float
 

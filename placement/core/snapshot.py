@@ -8,7 +8,6 @@ Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
@@ -157,47 +156,8 @@ class Snapshot(Frozen):
     device_total_bytes: int
     peak_bytes: int
     """The largest number of bytes that the handles have held together."""
-
-    def since(self, earlier: Snapshot) -> dict[str, float]:
-        """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since
-        an earlier snapshot of this manager.
-
-        `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"),
-        `phase_seconds` by phase, `loaded_bytes`, `prefetch_used_bytes` (the part of them that
-        nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`, `skipped_bytes`,
-        `failures` and `pairing_violations` are differences. `resident_bytes`, `host_bytes` and
-        `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life.
-        Handles that were unregistered since do not count.
-        """
-        before = {
-            (handle.name, handle.registered_timestamp_seconds): handle for handle in earlier.handles
-        }
-        moved = ("loaded_bytes", "prefetch_used_bytes", "offloaded_bytes", "skipped_bytes")
-        figures: dict[str, float] = dict.fromkeys((*moved, "failures"), 0.0)
-        for handle in self.handles:
-            old = before.get((handle.name, handle.registered_timestamp_seconds))
-            for name in moved:
-                figures[name] += getattr(handle, name) - (0 if old is None else getattr(old, name))
-            figures["failures"] += sum(handle.failures.values()) - (
-                0 if old is None else sum(old.failures.values())
-            )
-        for name in ("prefetch_discarded_bytes", "pairing_violations"):
-            figures[name] = getattr(self, name) - getattr(earlier, name)
-        for name in ("resident_bytes", "host_bytes", "disk_bytes"):
-            figures[name] = sum(getattr(handle, name) for handle in self.handles)
-        figures["peak_bytes"] = self.peak_bytes
-        stalls = _differences(self.phase_stall_seconds, earlier.phase_stall_seconds)
-        figures["stall_seconds"] = sum(stalls.values())
-        figures |= {f"stall_seconds/{phase}": seconds for phase, seconds in stalls.items()}
-        phases = _differences(self.phase_seconds, earlier.phase_seconds)
-        figures |= {f"phase_seconds/{phase}": seconds for phase, seconds in phases.items()}
-        return {f"placement/{name}": float(value) for name, value in figures.items()}
-
-
-def _differences(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """The growth of each counter, without those that did not grow."""
-    grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
-    return {name: value for name, value in grown.items() if value > 0}
+    phase_peak_bytes: dict[str, int] = {}
+    """The same for each phase, its entry included."""
 
 
 class LinkRates(Frozen):

@@ -3,12 +3,14 @@ the whole request."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import http.client
 import json
+import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode, urlsplit
@@ -25,6 +27,8 @@ them off."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
 _MAX_BYTES = 16 << 20
+# the time for an engine that was lost to answer: phases go on without it
+_ANSWER_SECONDS = 2.0
 _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 
@@ -66,6 +70,7 @@ class Server:
         self._is_https = parts.scheme == "https"
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
+        self.has_ended = False  # whether nobody listened there since a manager took it over
         self._headers = {"Accept": "application/json"} | (
             {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         )
@@ -77,9 +82,10 @@ class Server:
         *,
         query: Mapping[str, str | Iterable[str]] | None = None,
         body: Any = None,
+        seconds: float = math.inf,
     ) -> Answer:
         """Send one request, with `body` as JSON unless it is None, and read the whole answer,
-        whatever its status.
+        whatever its status. `seconds`: a limit that is shorter than the deadline.
 
         EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes
         nothing, was not answered. EngineLost: no complete answer came within the deadline, so it is
@@ -88,7 +94,7 @@ class Server:
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
-        began, limit = time.monotonic(), self._deadline_seconds
+        began, limit = time.monotonic(), min(seconds, self._deadline_seconds)
         kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=limit)
         try:
@@ -99,6 +105,7 @@ class Server:
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
+            self.has_ended |= isinstance(error, ConnectionRefusedError)
             if isinstance(error, ConnectionRefusedError) and method != "GET":
                 raise EngineLost(said) from error
             raise EngineError(said) from error
@@ -159,6 +166,34 @@ class ServedEngine(TaggedEngine):
             )
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send, self._in_flight = send, in_flight
+        self._started: Any = None
+
+    @abc.abstractmethod
+    def _start(self, seconds: float = math.inf) -> Any:
+        """When the server was started, as it says itself; None where it does not say. Raises
+        EngineError: no answer within these seconds."""
+
+    def _take_over(self, seconds: float = math.inf) -> None:
+        """The server that answers now is the one that is registered."""
+        self._started, self._server.has_ended = self._start(seconds), False
+
+    def assume(self, *, offloaded: Collection[str]) -> None:
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
+        until it is restarted. A server that has ended holds nothing; a later load raises
+        `EngineLost`."""
+        with contextlib.suppress(EngineError):  # it has ended
+            self._take_over(_ANSWER_SECONDS)
+        super().assume(offloaded=offloaded)
+
+    def offloaded_now(self) -> frozenset[str]:
+        started = self._start(_ANSWER_SECONDS)
+        is_another = None not in (started, self._started) and started != self._started
+        if not is_another and not self._server.has_ended:
+            raise EngineError(
+                f"{self!r} was not restarted, or does not say so: what it has on the device is "
+                "unknown. Restart it, or call assume(offloaded=[...])"
+            )
+        return frozenset()
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -80,22 +81,12 @@ class SglangServer(ServedEngine, _Sglang):
         ValueError: `url` is not an http address, or an option does not fit.
     """
 
-    _started: Any = None  # when the server that is registered was started, as it says itself
-
     def register(self) -> None:
         """Read the settings with which the server was started. EngineError: it runs without its
         memory saver."""
         info = self._info()
-        self._started = info.get("startup_time")
+        self._take_over()
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
-
-    def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
-        until it is restarted. A server that has ended holds nothing; a later load raises
-        `EngineLost`."""
-        with contextlib.suppress(EngineError):  # it has ended
-            self._started = self._info().get("startup_time")
-        super().assume(offloaded=offloaded)
 
     def drain(self) -> None:
         """Let requests finish or cut them off, and keep new ones waiting. EngineError: some were in
@@ -115,7 +106,7 @@ class SglangServer(ServedEngine, _Sglang):
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
-        if self._info().get("startup_time") != self._started:
+        if self._start() != self._started:
             raise EngineLost(
                 f"{self!r} was restarted since it was registered: "
                 f"{', '.join(self.residency.offloaded_tags)} is back on the device"
@@ -131,9 +122,12 @@ class SglangServer(ServedEngine, _Sglang):
             raise EngineError(f"{answer}; expected 200 (flushed) or 400 (busy)")
         return None if answer.is_ok else str(answer)
 
-    def _info(self) -> dict[str, Any]:
+    def _start(self, seconds: float = math.inf) -> Any:
+        return self._info(seconds).get("startup_time")
+
+    def _info(self, seconds: float = math.inf) -> dict[str, Any]:
         for path in ("/server_info", "/get_server_info"):  # 0.5.9 has only the second
-            answer = self._server.ask("GET", path)
+            answer = self._server.ask("GET", path, seconds=seconds)
             if answer.status != 404:
                 break
         if not answer.is_ok or not answer.fields:

@@ -17,6 +17,7 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import BrokenHandleError, EngineError, EngineLost, IntegrityError
+from placement.core.journal import logger
 from placement.core.settings import parse_bytes
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS, State
 from placement.engines.base import Engine
@@ -267,8 +268,8 @@ class Residency(Storage):
             yield
         except EngineLost as lost:
             self.doubt = (
-                f"{lost}. Restart the engine and register it anew, or call "
-                "engine.assume(offloaded=[...]) with the offloaded tags"
+                f"{lost}. Restart the engine: the next phase takes a server back, another engine "
+                "is registered anew. Or call engine.assume(offloaded=[...]) with the offloaded tags"
             )
             raise
         except EngineError:
@@ -536,6 +537,26 @@ class TaggedEngine(Engine):
             ValueError: the engine does not have a tag.
         """
         self.residency.assume(frozenset(offloaded))
+
+    def reattach(self) -> None:
+        """Take an engine back that was lost and restarted, in the state in which it is found. A
+        phase does so by itself where a server answers. The weights count as lost until the next
+        sync.
+
+        Raises:
+            EngineError: it does not answer, it was not restarted, or it cannot be asked. Nothing
+                has changed.
+        """
+        self.assume(offloaded=self.offloaded_now())
+        logger.info("%r was restarted; on the device: %s", self, [*self.residency.resident_tags])
+
+    def offloaded_now(self) -> frozenset[str]:
+        """Ask an engine that was restarted which of its tags are offloaded. Raises EngineError: see
+        `reattach`."""
+        raise EngineError(
+            f"{self!r} cannot be asked what it has on the device: register it anew, or call "
+            "assume(offloaded=[...])"
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
+import re
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -27,6 +29,7 @@ _ENABLE = (
     "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers "
     "'sleeping' even without it."
 )
+_STARTED = re.compile(r"^process_start_time_seconds ([\d.e+]+)$", re.MULTILINE)
 _MAPPED_ALREADY = "CUDA Error: invalid argument"
 """The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps
 every block of the tag anew."""
@@ -170,6 +173,7 @@ class VllmServer(ServedEngine, _Vllm):
             )
         self.knows_its_tags = self._has("/release_kv_cache_memory")
         super().register()
+        self._take_over()
 
     def drain(self) -> None:
         """Pause the server, which also keeps new requests out. EngineError: some were still in
@@ -196,6 +200,17 @@ class VllmServer(ServedEngine, _Vllm):
                 f"{answer}. The prefix cache belongs to the old weights: generate nothing until it "
                 "is reset"
             )
+
+    def _start(self, seconds: float = math.inf) -> Any:
+        """Told by its metrics. Several API servers in one have none of it."""
+        answer = self._server.ask("GET", "/metrics", seconds=seconds)
+        found = _STARTED.search(answer.body.decode(errors="replace")) if answer.is_ok else None
+        return None if found is None else float(found[1])
+
+    def offloaded_now(self) -> frozenset[str]:
+        """All tags where it sleeps: vLLM sleeps as a whole."""
+        super().offloaded_now()
+        return frozenset(self.residency.tags if self._is_sleeping() else ())
 
     def _sleep(self) -> None:
         answer = self._server.ask(

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
 
 from placement.core.errors import DeviceMemoryError
@@ -23,7 +23,7 @@ from placement.core.states import State
 from placement.manager import Manager
 from placement.phases.hold import Hold
 
-__all__ = ["PHASES", "PlacementCallback"]
+__all__ = ["PHASES", "PlacedTrainer", "PlacementCallback"]
 
 PHASES = {"frozen": ("ref", "reward", "teacher")}
 """The phase of the callback that placement does not ship: `frozen`, in which models that are not
@@ -57,6 +57,15 @@ def give_back(manager: Manager, names: Iterable[str]) -> None:
                 no_room,
             )
             manager.unregister(name)
+
+
+def figures_for(manager: Manager, logs: Mapping[str, Any], is_training: bool) -> dict[str, float]:
+    """The figures for one line of a trainer's log. The last line of a training has the totals, and
+    one of an evaluation has none."""
+    is_last = "train_runtime" in logs
+    if not manager.settings.trainer_log or not (is_training or is_last):
+        return {}
+    return manager.metrics(totals=is_last)
 
 
 class Turns:
@@ -227,3 +236,14 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         trace: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not followed by mypy
+    """transformers' `Trainer`, whose log has the figures of the `PlacementCallback` among its
+    callbacks (`Manager.metrics`). A callback alone cannot: those that write the log come first."""
+
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, PlacementCallback) and _MODEL in callback.manager.handles:
+                logs.update(figures_for(callback.manager, logs, self.model.training))
+        super().log(logs, *args, **keywords)

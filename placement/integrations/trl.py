@@ -24,7 +24,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from placement.core.errors import DeviceMemoryError, GroupError
 from placement.core.journal import logger
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.transformers import Turns, give_back, manager_with_phases
+from placement.integrations.transformers import Turns, figures_for, give_back, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]
@@ -65,7 +65,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 "manager has none: make it with Manager(phases=placement.integrations.trl.PHASES)"
             )
         self.manager = manager
-        self._logged = manager.snapshot()
         self._turns = Turns(manager)
         self.accelerator.ddp_handler = ddp = (
             self.accelerator.ddp_handler or DistributedDataParallelKwargs()
@@ -285,11 +284,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             yield self._turns.to
 
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
-        """Log with placement's figures since the last line of the training: torch's own do not see
-        its memory."""
-        if self._is_placed and self.model.training:
-            last, self._logged = self._logged, self.manager.snapshot()
-            logs.update(self._logged.since(last))
+        """Log with placement's figures: torch's own do not see its memory."""
+        if self._is_placed:
+            logs.update(figures_for(self.manager, logs, self.model.training))
         super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:

@@ -15,7 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from placement.core.interrupts import BoundedCalls
+
 ASK_SECONDS = 5.0
+_LIST_SECONDS = 2.0  # a driver that hangs does not hold a worker that has an error to tell
 
 
 class OtherProcesses:
@@ -87,3 +90,22 @@ def _library() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
+
+
+def processes_on(uuid: str) -> list[dict[str, Any]]:
+    """The `pid` and the `bytes` of each process on a GPU; empty where NVML does not answer."""
+    nvml = _library() if uuid else None
+    if nvml is None:
+        return []
+
+    def look() -> list[dict[str, Any]]:
+        nvml.nvmlInit()
+        device = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        nvml.nvmlShutdown()
+        return [{"pid": each.pid, "bytes": each.usedGpuMemory} for each in found]
+
+    try:
+        return BoundedCalls("placement-nvml", _LIST_SECONDS)(look)
+    except (TimeoutError, nvml.NVMLError):
+        return []

@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError, listed
@@ -13,14 +13,13 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
-from placement.storage.writes import Change, message
+from placement.storage.writes import message
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
-    from placement.devices.memory import Outside
-    from placement.group.turn import Turn
-    from placement.phases.stack import PhaseStack
+    from placement.phases.phase import OpenPhases
+    from placement.phases.reconciler import Reconciler
 
 
 # NVML takes milliseconds. Where it does not answer, an audit has the measurement before.
@@ -28,26 +27,30 @@ _OTHERS_SECONDS = 1.0
 
 
 def take_snapshot(
-    stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal
+    registered: dict[str, Handle],
+    phases: OpenPhases,
+    reconciler: Reconciler,
+    policy: str,
+    worker_role: str,
+    device: Device,
+    journal: Journal,
 ) -> Snapshot:
     """The state of the manager and all handles at this moment. Takes no lock."""
-    memory, outside = stack.reconciler.planner.memory, stack.reconciler.outside
-    handles = tuple(
-        snapshot_of(each, stack.phases.kept) for each in stack.registry.handles.copy().values()
-    )
+    memory, outside = reconciler.planner.memory, reconciler.outside
+    handles = tuple(snapshot_of(each, phases.kept) for each in registered.copy().values())
     return Snapshot(
         taken_timestamp_seconds=time.time(),
         policy=policy,
         worker_role=worker_role,
         device=device.name,
-        phases=tuple(each.name for each in stack.phases.all),
+        phases=tuple(each.name for each in phases.all),
         handles=handles,
         phase_seconds=journal.phase_seconds(),
         phase_stall_seconds=dict(journal.stall_seconds),
         durations=journal.histograms(),
         policy_decisions=dict(journal.decisions),
         pairing_violations=journal.pairing_violations,
-        unpaired_bytes=sum(handle.resident_bytes for handle in stack.reconciler.left_behind),
+        unpaired_bytes=sum(handle.resident_bytes for handle in reconciler.left_behind),
         unaccounted_bytes=memory.unaccounted_bytes
         if outside.own_bytes is None
         else outside.own_bytes,
@@ -55,14 +58,15 @@ def take_snapshot(
         communicators=outside.communicators,
         communicator_bytes=outside.communicator_bytes,
         ipc_collected_bytes=device.ipc_collected_bytes,
-        prefetch_discarded_bytes=stack.reconciler.prefetcher.copies.discarded_bytes,
+        prefetch_discarded_bytes=reconciler.prefetcher.copies.discarded_bytes,
         wrong_writes=journal.wrong_writes,
         kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
         expired_keeps=journal.expired_keeps,
-        budget_bytes=stack.reconciler.planner.budget_bytes(stack.phases.name),
+        budget_bytes=reconciler.planner.budget_bytes(phases.name),
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
-        peak_bytes=stack.reconciler.peak_bytes,
+        peak_bytes=max(journal.peak_bytes.copy().values(), default=0),
+        phase_peak_bytes=journal.peak_bytes.copy(),
     )
 
 
@@ -111,16 +115,11 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
 
 
 def audit(
-    handles: Mapping[str, Handle],
-    plan: Plan,
-    device: Device,
-    writes: Sequence[Change],
-    outside: Outside,
-    turn: Turn | None,
+    handles: Mapping[str, Handle], plan: Plan, device: Device, reconciler: Reconciler
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
-    tensor, so not for the hot path.
-    `writes`: those into offloaded memory that were not raised yet."""
+    tensor, so not for the hot path."""
+    outside, turn, writes = reconciler.outside, reconciler.turn, reconciler.changes.writes
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()

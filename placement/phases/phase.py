@@ -197,6 +197,7 @@ class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
     `sweep`: called at the beginning of each; `tidy`: at its end, also after an error.
+    `report`: called with the error of one that failed.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
     other ranks."""
 
@@ -206,11 +207,13 @@ class TransitionLock:
         vote: GroupVote | None,
         sweep: Callable[[], None],
         tidy: Callable[[], None],
+        report: Callable[[BaseException], None],
         is_outside: Callable[[], bool],
     ) -> None:
         self._device = device
         self.vote = vote
         self._sweep, self._tidy = sweep, tidy
+        self._report = report
         self._is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
@@ -289,6 +292,9 @@ class TransitionLock:
             try:
                 self._sweep()
                 yield
+            except BaseException as error:
+                self._report(error)
+                raise
             finally:
                 self._tidy()
 

@@ -42,6 +42,7 @@ class PlanMaker:
         self._registry = registry
         self._handles = registry.handles
         self._journal = journal
+        self.latest = Plan({})  # the plan that was made last, also one that was refused
 
     def make(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
         """The plan for a phase, and the device bytes that the budget leaves beside it (see
@@ -53,7 +54,7 @@ class PlanMaker:
                 if handle.adapter is None and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self.ask(wanted)  # ask again, because its size is known only now
-            plan = self.agreed(wanted, plan)
+            self.latest = plan = self.agreed(wanted, plan)
             room_bytes = check_fits(view, plan, self._planner.other_rank(wanted.name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from placement.core.errors import EngineError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
+from placement.engines.tagged import Residency
 from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
@@ -68,8 +70,6 @@ class Reconciler:
         self._work_seconds = 0.0
         # whether gradients may have been dropped of which memory is still to be given back
         self.has_unused = False
-        # the largest number of device bytes that all handles together have held so far
-        self.peak_bytes = 0
 
     def set_vote(self, vote: GroupVote | None) -> None:
         """Change phases together with the ranks of this vote's group; None: alone."""
@@ -86,6 +86,15 @@ class Reconciler:
         has_engines = any(isinstance(each, Engines) for each in self._participants)
         if may_be_engine and not has_engines:
             self._participants.insert(0, Engines(self._mover))
+
+    def take_back_engines(self) -> None:
+        """Have engines take part again that were lost and restarted. Their states follow."""
+        for handle in self._handles.values():
+            residency = handle.storage
+            if isinstance(residency, Residency) and residency.doubt is not None:
+                with suppress(EngineError):  # it does not answer yet, or cannot be asked
+                    handle.object.reattach()
+                    self._mover.each_repaired([handle], lambda _: None)
 
     # --- all or nothing
 
@@ -106,7 +115,7 @@ class Reconciler:
     ) -> None:
         """Check a plan, and carry it out while the phase `name` is and stays open. `agree` asks the
         ranks that share a handle."""
-        self.measure()
+        self.measure(name)
         view = self.planner.view(name, None, kept)
         room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         participants = self._participants
@@ -147,7 +156,7 @@ class Reconciler:
                 participant.finish(transition)
         finally:
             mover.end()
-        self._end_transition(num_moves)
+        self._end_transition(transition.name, num_moves)
 
     # --- as far as possible
 
@@ -197,7 +206,7 @@ class Reconciler:
                 transition.errors.append(error)
         try:
             mover.end()
-            self._end_transition(num_moves)
+            self._end_transition(name, num_moves)
         except Exception as error:  # the device failed
             transition.errors.append(error)
         if leaving is not None or not transition.is_there:
@@ -229,10 +238,10 @@ class Reconciler:
 
     # --- measuring
 
-    def _end_transition(self, num_moves: int) -> None:
+    def _end_transition(self, phase: str, num_moves: int) -> None:
         """Measure if anything has moved since the journal had `num_moves`."""
         if self._journal.num_moves != num_moves:
-            self.measure()
+            self.measure(phase)
             self.outside.measure(self.planner.memory)
 
     @contextmanager
@@ -253,11 +262,12 @@ class Reconciler:
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
 
-    def measure(self) -> None:
-        """Measure the device's memory and the handles' bytes on it, and update the peak."""
+    def measure(self, phase: str) -> None:
+        """Measure the device's memory and the handles' bytes on it, which count for the peak of
+        this phase."""
         if self.has_unused:
             self.give_back_unused()
-        self.peak_bytes = max(self.peak_bytes, self.planner.measure(self._device.memory()))
+        self._journal.note_held(phase, self.planner.measure(self._device.memory()))
 
     def give_back_unused(self) -> None:
         """Give back the memory of gradients that were dropped. Where that cannot be now, the next

@@ -18,9 +18,12 @@ from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
+from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
+from placement.phases import audit
+from placement.phases.incidents import Incidents
 from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
@@ -70,11 +73,19 @@ class PhaseStack:
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles)
+        # without the stack, so that a server that shows snapshots does not keep it alive
+        parts = self._handles, self.phases, self.reconciler
+        named = policy.name, settings.worker_role
+        self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
+        self.incidents = Incidents(
+            settings.incidents, self.take_snapshot, self.take_audit, journal, device.uuid
+        )
         self.lock = TransitionLock(
             device,
             vote,
             self._sweep,
             self._end_turn,
+            self.incidents.report,
             lambda: all(each.is_abandoned for each in self.phases.all),
         )
 
@@ -102,14 +113,16 @@ class PhaseStack:
         others_bytes = sum(
             each.resident_bytes for each in self._handles.values() if each is not handle
         )
-        self.reconciler.peak_bytes = max(
-            self.reconciler.peak_bytes, others_bytes + streamed.peak_bytes
-        )
+        self._journal.note_held(self.phases.name, others_bytes + streamed.peak_bytes)
         logger.debug(
             "%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds
         )
         if self.phases.all:
             self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
+
+    def take_audit(self, plan: Plan) -> Audit:
+        """See `Manager.audit`. `plan`: where every handle belongs now."""
+        return audit.audit(self._handles, plan, self._device, self.reconciler)
 
     # --- entering and switching
 
@@ -119,7 +132,7 @@ class PhaseStack:
             phases.check_holder(phase.name)
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
-            self.reconciler.measure()
+            self.reconciler.measure(phases.name)
             if not phases.all:
                 self._planner.note_end_of(IDLE)
             self._change(
@@ -145,21 +158,23 @@ class PhaseStack:
         """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
         and the keeps)."""
         phases = self.phases
+        self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(wanted.name, wanted.only)
         with self.reconciler.stall_of(wanted.name):
             try:
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.take(wanted.name)
-                    self.reconciler.measure()  # what others have given back is free now
+                    self.reconciler.measure(phases.name)  # others may have given back
                 plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self._journal.enter_phase(phases.name, phases.only)
-                # Not where the group's decision is unknown: other ranks may have entered the phase.
-                # Going back could be as wrong as going on.
-                if not isinstance(error, CoordinatorLost):
-                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
+                with self.incidents.of(error, wanted.name, self.reconciler.plan_maker.latest):
+                    self._journal.enter_phase(phases.name, phases.only)
+                    # Not where the group's decision is unknown: other ranks may have entered the
+                    # phase. Going back could be as wrong as going on.
+                    if not isinstance(error, CoordinatorLost):
+                        _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
@@ -171,7 +186,7 @@ class PhaseStack:
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
-        with self.lock.transition():
+        with self.lock.transition(), self.incidents.of(error, phase.name, phase.plan):
             phases = self.phases
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 phase.is_abandoned = True  # it ends with the last of these
@@ -207,6 +222,8 @@ class PhaseStack:
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
+                for failure in failures:
+                    self.incidents.report(failure, told=error)
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
@@ -246,7 +263,7 @@ class PhaseStack:
                     raise
 
     def _note_end(self, phase: OpenPhase) -> None:
-        self.reconciler.measure()
+        self.reconciler.measure(phase.name)
         self._planner.note_end_of(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
@@ -336,10 +353,11 @@ class PhaseStack:
         plans of all open phases."""
         self._look_for_changes(wait=False)
         self.registry.remove(handle)
+        self._journal.forget(handle.counters)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
-        self.reconciler.measure()
+        self.reconciler.measure(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -426,10 +444,11 @@ class PhaseStack:
                         pass
 
     def _sweep(self) -> None:
-        """Forget what was garbage-collected and leave what was abandoned, before a phase transition
-        begins."""
+        """Forget what was garbage-collected, take back engines that were restarted and leave what
+        was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
+        self.reconciler.take_back_engines()
         self._leave_abandoned()
 
     def _end_turn(self) -> None:

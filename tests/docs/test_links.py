@@ -53,8 +53,8 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def _is_made(name: str) -> bool:
-    """Whether it is a pattern in words, made by a command, or a figure of `Snapshot.since`."""
+    """Whether it is a pattern in words, made by a command, or a figure of `Manager.metrics`."""
     is_figure = name.startswith("placement/") and name.split("/")[1].endswith(
-        ("_seconds", "_bytes")
+        ("_seconds", "_gb", "failures", "_violations", "_writes")
     )
     return name.startswith("bench/results") or "..." in name or is_figure

@@ -89,19 +89,26 @@ class StandIn:
         self.hanging: set[str] = set()
         self._let_go = threading.Event()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True
-        )
-        self._thread.start()
+        self.listen()
 
     def close(self) -> None:
         self._let_go.set()
+        self.end()
+
+    def end(self) -> None:
+        """Nobody listens there any more."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def listen(self, port: int = 0) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=lambda: serve(poll_interval=0.01), daemon=True)
+        self._thread.start()
 
     routes: ClassVar[Routes]
     reading: ClassVar[frozenset[str]] = frozenset()
@@ -193,6 +200,15 @@ class Vllm033(StandIn):
         self.is_paused = False
         self.host_copy: str | None = None
         self.prefix_cache = ""
+        self.started: float | None = 1795000000.25
+
+    def restart(self) -> None:
+        """The process is another one: everything is on the device again, from disk."""
+        for tag in sorted(self.sleeping):
+            self.memory.take(tag)
+        self.sleeping, self.weights, self.is_paused, self.is_dead = set(), "disk", False, False
+        if self.started is not None:
+            self.started += 60
 
     # --- vllm/v1/executor/abstract.py
 
@@ -282,7 +298,13 @@ class Vllm033(StandIn):
         self.prefix_cache = ""
         return 200, {"success": True}
 
-    reading = frozenset({"/is_sleeping", "/is_paused"})
+    def metrics(self, query: dict[str, list[str]], body: Any) -> Reply:
+        # vllm/entrypoints/serve/instrumentator/metrics.py: prometheus_client's own of the process
+        if self.started is None:  # several API servers
+            return 200, "vllm:num_requests_running 0.0\n"
+        return 200, f"vllm:num_requests_running 0.0\nprocess_start_time_seconds {self.started}\n"
+
+    reading = frozenset({"/is_sleeping", "/is_paused", "/metrics"})
     routes: ClassVar[Routes] = {
         "/sleep": sleep,
         "/wake_up": wake_up,
@@ -292,6 +314,7 @@ class Vllm033(StandIn):
         "/resume": resume,
         "/is_paused": paused,
         "/reset_prefix_cache": reset_prefix_cache,
+        "/metrics": metrics,
     }
 
 

@@ -447,8 +447,7 @@ def test_a_server_that_was_restarted_has_released_nothing(start: Start) -> None:
 
 
 def test_the_trainer_goes_on_without_a_server_that_has_ended(start: Start) -> None:
-    """What it held is free, and nobody can be asked. It never comes back under this registration,
-    whoever answers at its address."""
+    """What it held is free, and nobody can be asked. Its memory is as the user says."""
     job = start(Sglang0523)
     with job.rolling_out() as step:
         job.server.is_dead = True

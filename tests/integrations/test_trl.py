@@ -184,7 +184,7 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
     }
     rows = [row for row in ours.state.log_history if "loss" in row]
     assert len(rows) == 4
-    assert sum(row["placement/loaded_bytes"] for row in rows) > 0
+    assert sum(row["placement/to_device_gb"] for row in rows) > 0
     assert all(row["placement/stall_seconds"] > 0 for row in rows)
 
 

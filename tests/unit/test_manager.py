@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from placement import Manager, PhaseError, PlacementError, TorchEngine
-from placement.testing import SimulatedDevice
+from placement import DeviceMemoryError, Manager, PhaseError, PlacementError, TorchEngine
+from placement.testing import Faults, SimulatedDevice
 from tests.support.threads import in_threads
-from tests.support.worker import OFF, Worker, assert_same, batch, learn, net
+from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, net
 
 # --- policies
 
@@ -87,43 +87,89 @@ def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
     json.loads(snapshot.model_dump_json())
 
 
-def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots(worker: Worker) -> None:
-    with worker.manager.phase("train"):
+ALWAYS = ("stall_seconds", "to_device_gb", "to_host_gb", "skipped_gb", "host_gb")
+
+
+def test_figures_for_a_trainers_log_are_of_the_time_since_the_last_call(worker: Worker) -> None:
+    manager, gb = worker.manager, 1e9
+    first = manager.metrics()
+    assert set(first) == {
+        *(f"placement/{name}" for name in ALWAYS),
+        "placement/stall_seconds/idle",
+        "placement/peak_device_gb/idle",
+    }
+    with manager.phase("train"):
         learn(worker.net, worker.adam)
-    first = worker.manager.snapshot()
-    with worker.manager.phase("log_prob"):
-        second = worker.manager.snapshot()
-        figures = second.since(first)
-        actor, ref = second.handles[0], second.handles[2]
-        assert (
-            figures["placement/loaded_bytes"]
-            == actor.loaded_bytes - first.handles[0].loaded_bytes + ref.loaded_bytes
-        )
-        assert (
-            figures["placement/resident_bytes"]
-            == worker.actor.resident_bytes + worker.ref.resident_bytes
-        )
-    assert (
-        figures["placement/offloaded_bytes"]
-        == figures["placement/failures"]
-        == figures["placement/pairing_violations"]
-        == 0
-    )
+        at_train = sum(handle.resident_bytes for handle in manager.handles.values())
+    trained = manager.metrics()
+    assert trained["placement/peak_device_gb/train"] == at_train / gb
+    before = manager.snapshot()
+    with manager.phase("log_prob"):
+        held = worker.actor.resident_bytes + worker.ref.resident_bytes
+        figures, now = manager.metrics(), manager.snapshot()
+        assert figures["placement/peak_device_gb/log_prob"] == held / gb
+        loaded = [
+            new.loaded_bytes - old.loaded_bytes
+            for new, old in zip(now.handles, before.handles, strict=True)
+        ]
+        assert figures["placement/to_device_gb"] == sum(loaded) / gb > 0
+        assert figures["placement/host_gb"] == sum(each.host_bytes for each in now.handles) / gb
+        assert figures["placement/to_host_gb"] == figures["placement/skipped_gb"] == 0
+        # what was on the device at the call is on it since the call, too
+        assert manager.metrics()["placement/peak_device_gb/log_prob"] == held / gb
     assert figures["placement/stall_seconds"] == figures["placement/stall_seconds/log_prob"] > 0
-    assert figures["placement/phase_seconds/log_prob"] > 0
-    assert figures["placement/peak_bytes"] == worker.manager.snapshot().peak_bytes
-    assert "placement/stall_seconds/train" not in figures  # it trained before
-    worker.manager.unregister("ref")
-    other = net()
-    worker.manager.register("ref", other, role="ref")
-    with worker.manager.phase("ref_log_prob"):
-        again = worker.manager.snapshot().since(second)
-        assert (
-            again["placement/loaded_bytes"]
-            == worker.manager.handles["ref"].counters.loaded_bytes
-            > 0
-        )
-        assert again["placement/resident_bytes"] == worker.manager.handles["ref"].resident_bytes
+    # it trained before: the keys stay, so that no curve has holes
+    assert figures["placement/stall_seconds/train"] == 0
+    assert figures["placement/peak_device_gb/train"] == 0
+
+
+def test_totals_of_a_run_have_what_was_unregistered(worker: Worker) -> None:
+    manager = worker.manager
+    with manager.phase("train"):
+        learn(worker.net, worker.adam)
+    with manager.phase("log_prob"):
+        pass
+    manager.metrics()
+    taken = manager.snapshot()
+    manager.unregister("ref")
+    with manager.phase("values"):
+        pass
+    figures = manager.metrics(totals=True)
+    assert (
+        figures["placement/total/to_device_gb"]
+        == (sum(each.loaded_bytes for each in taken.handles)) / 1e9
+        + figures["placement/to_device_gb"]
+    )
+    assert figures["placement/total/stall_seconds"] == sum(
+        manager.snapshot().phase_stall_seconds.values()
+    )
+    peaks = manager.snapshot().phase_peak_bytes
+    assert figures["placement/total/peak_device_gb/train"] == peaks["train"] / 1e9
+    assert max(peaks.values()) == manager.snapshot().peak_bytes
+
+
+def test_what_a_feature_or_a_failure_adds_is_there_from_then_on() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    assert "placement/failures" not in worker.manager.metrics()
+    device.fail("create", at=1)
+    with pytest.raises(DeviceMemoryError):
+        worker.manager.phase("log_prob").__enter__()
+    assert worker.manager.metrics()["placement/failures"] > 0
+    assert worker.manager.metrics()["placement/failures"] == 0
+
+
+def test_a_streamed_step_counts_for_the_peak_of_its_phase() -> None:
+    worker = Worker(policy="colocated('streamed')")
+    with worker.manager.phase("train"):
+        held = worker.actor.resident_bytes
+        learn(worker.net, worker.adam)
+        worker.manager.metrics()
+        learn(worker.net, worker.adam)  # its state is there for a bucket at a time
+        figures = worker.manager.metrics()
+    assert figures["placement/to_device_gb"] > 0
+    assert figures["placement/peak_device_gb/train"] > held / 1e9
+    assert sum(handle.resident_bytes for handle in worker.manager.handles.values()) == 0
 
 
 def test_every_state_change_is_one_record_one_count_and_one_line_of_the_log(

@@ -226,6 +226,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     _manual: Any = None  # the hold that `to` opened
     # the parts that `to` was asked to bring to the device: "model", "optimizer"
     _manual_parts: frozenset[str] = frozenset()
+    _mini_batch = 0  # the number of the mini-batch in a step of verl's actor or critic, from 1 on
 
     def initialize(self) -> None:
         self._end_manual()
@@ -362,11 +363,26 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         """One of verl's modes inside a phase. `stays`: the caller has brought everything to the
         device by `to`, or by a mode around."""
         is_placed = self._model_handle is not None
+        self._mini_batch = 0 if self.mode is None else self._mini_batch + 1
         with (
             nullcontext() if stays else self._hold(phase),
             mode(disable_auto_offload=stays or is_placed, **kwargs),
         ):
             yield
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's own, with the figures of `Manager.metrics` in the metrics of a step's first
+        mini-batch: verl takes the mean over mini-batches that have a key."""
+        from verl.utils.metric import Metric
+
+        outputs = super().train_batch(*args, **kwargs)
+        manager, is_first = self._manager, self._mini_batch == 1
+        logs = is_first and self.is_mp_src_rank_with_outputs()
+        if logs and manager is not None and manager.settings.trainer_log:
+            for name, value in manager.metrics().items():
+                over_ranks = "max" if "peak" in name else "mean"
+                outputs["metrics"][name] = Metric(over_ranks, value)
+        return outputs
 
     def optimizer_step(self) -> float:
         # for policies that load the optimizer no earlier; in others nothing moves here

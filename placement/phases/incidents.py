@@ -1,0 +1,148 @@
+"""A folder for each incident: memory ran out, or a value could not be trusted.
+
+Off unless `Settings.incidents` names a folder: nothing is written to a disk unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from placement.core.errors import (
+    BrokenHandleError,
+    DeviceMemoryError,
+    HostMemoryError,
+    IntegrityError,
+)
+from placement.core.journal import Journal, logger
+from placement.core.snapshot import Audit, Snapshot
+from placement.core.states import IDLE, Plan
+from placement.observe.nvml import processes_on
+
+# torch's is one of the user's own computing
+_KINDS = (
+    *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
+    torch.OutOfMemoryError,
+)
+_KEPT = 8  # the folders of one process; the oldest goes
+_RECORDS = 500  # the end of the journal
+_NOTE = "placement: incident: "
+
+
+class Incidents:
+    """Writes the folders of one manager. Nothing that goes wrong here hides the user's error.
+
+    Called with the manager's lock held, on the thread that has the error.
+    """
+
+    def __init__(
+        self,
+        directory: str | None,
+        take_snapshot: Callable[[], Snapshot],
+        take_audit: Callable[[Plan], Audit],
+        journal: Journal,
+        gpu: str,
+    ) -> None:
+        self._directory = directory
+        self._take_snapshot, self._take_audit = take_snapshot, take_audit
+        self._journal, self._gpu = journal, gpu
+        self._folders: deque[Path] = deque()
+        self._broken: set[str] = set()  # names of the handles that were broken at the last error
+
+    def report(self, error: BaseException, told: BaseException | None = None) -> None:
+        """Write the folder of an error. `told`: the error that the user sees instead of it."""
+        with self.of(error, told=told):
+            pass
+
+    @contextmanager
+    def of(
+        self,
+        error: BaseException | None,
+        phase: str | None = None,
+        plan: Plan | None = None,
+        told: BaseException | None = None,
+    ) -> Iterator[None]:
+        """Write the folder of an error, if it is an incident, and name it in the error's last line
+        once the block has ended. `phase`: the one that was to begin or to end; None: the open
+        one."""
+        seen = error if told is None else told
+        folder = None
+        is_named = any(note.startswith(_NOTE) for note in getattr(seen, "__notes__", ()))
+        if self._directory is not None and error is not None and not is_named:
+            try:
+                folder = self._write(Path(self._directory), error, phase, plan)
+            except Exception as failure:
+                logger.warning("an incident cannot be written: %s", failure)
+        try:
+            yield
+        finally:
+            if folder is not None and seen is not None:
+                with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
+                    seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+
+    def _write(
+        self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
+    ) -> Path | None:
+        snapshot = self._take_snapshot()
+        before, self._broken = self._broken, {each.name for each in snapshot.handles if each.broken}
+        if not isinstance(error, _KINDS) and self._broken <= before:
+            return None
+        targets = {handle.name: handle.state for handle in snapshot.handles}
+        plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
+        when = time.strftime("%Y%m%d-%H%M%S")
+        head = {
+            "time": when,
+            "error": f"{type(error).__name__}: {error}",
+            "phase": phase or (snapshot.phases or (IDLE,))[-1],
+            "plan": plan,
+            "processes": processes_on(self._gpu),
+        }
+        folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        folder.mkdir(parents=True)
+        self._folders.append(folder)
+        if len(self._folders) > _KEPT:
+            shutil.rmtree(self._folders.popleft(), ignore_errors=True)
+        records, failures = [*self._journal], [*self._journal.failures]
+        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
+        contents: dict[str, Callable[[], str | None]] = {
+            "incident.json": partial(json.dumps, head, default=_plain),
+            "snapshot.json": snapshot.model_dump_json,
+            "journal.json": partial(json.dumps, journal, default=_plain),
+            "audit.json": lambda: self._take_audit(plan).model_dump_json(),
+            "traceback.txt": lambda: "".join(traceback.format_exception(error)),
+            "torch_memory.pickle": partial(_dump_torch_memory, folder),
+        }
+        for name, content in contents.items():
+            try:
+                if (text := content()) is not None:
+                    (folder / name).write_text(text)
+            except Exception as failure:
+                logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
+        return folder
+
+
+def _plain(value: Any) -> Any:
+    """The plain form of plans, records and their parts, which JSON has none for."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return sorted(value) if isinstance(value, Set) else dict(value)
+
+
+def _dump_torch_memory(folder: Path) -> None:
+    """torch's record of its allocations, where the user has switched that on
+    (`torch.cuda.memory._record_memory_history`)."""
+    if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+        torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))

@@ -1,0 +1,218 @@
+"""Incidents: the folder that an error names, and who held what when it is read."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import DeviceMemoryError, HostMemoryError, IntegrityError, Manager
+from placement.cli import main
+from placement.observe import nvml
+from placement.phases import audit, incidents
+from placement.testing import Faults, SimulatedDevice
+from tests.support.worker import CAPACITY, Worker, learn, net
+
+FILES = {
+    "incident.json",
+    "snapshot.json",
+    "journal.json",
+    "audit.json",
+    "traceback.txt",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "incidents"
+
+
+def folder_of(error: BaseException, place: Path) -> Path:
+    """The folder that the last line of an error names; the only one."""
+    last = error.__notes__[-1]
+    (folder,) = place.iterdir()
+    assert last == f"placement: incident: {folder} (placement status --incident {folder})"
+    assert {file.name for file in folder.iterdir()} == FILES
+    return folder
+
+
+def read(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["status", "--incident", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def row(text: str, handle: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.startswith(f"{handle} "))
+
+
+def test_a_plan_that_does_not_fit(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    with worker.manager.phase("log_prob", only=["actor"]) as phase:
+        with pytest.raises(DeviceMemoryError) as caught:
+            phase.switch("train")
+        assert worker.actor.resident_bytes > 0
+    folder = folder_of(caught.value, place)
+    incident = json.loads((folder / "incident.json").read_text())
+    assert (incident["phase"], incident["plan"]["targets"]["actor"]) == ("train", "TRAINING")
+    records = json.loads((folder / "journal.json").read_text())["records"]
+    assert [records[-1][key] for key in ("handle", "trigger")] == ["actor", "load"]
+    text = read(folder, capsys)
+    assert "DeviceMemoryError" in text
+    assert "phase 'train'" in text
+    assert row(text, "actor")[1] == "GPU_RESIDENT"
+    assert "actor TRAINING" in text  # planned
+    assert row(text, "ref")[1] == "CPU_OFFLOADED"
+    names = [line.split()[0] for line in text.splitlines() if " CPU_" in line or " GPU_" in line]
+    assert names[-5:][0] == "actor"  # who holds most
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"), [("create", DeviceMemoryError), ("host", HostMemoryError)]
+)
+def test_memory_that_the_driver_or_the_host_refuses(
+    operation: str, kind: type[Exception], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device, incidents=place)
+    with worker.manager.phase("log_prob", only=["actor"]):
+        device.fail(operation)
+        teacher = net()
+        fails: Callable[[], Any] = (
+            (lambda: worker.manager.register("teacher", teacher, role="teacher"))
+            if operation == "host"
+            else worker.manager.phase("values").__enter__
+        )
+        with pytest.raises(kind) as caught:
+            fails()
+        text = read(folder_of(caught.value, place), capsys)
+    assert row(text, "actor")[1] == "GPU_RESIDENT"
+    assert "injected fault" in text
+    with worker.manager.phase("values"):  # and nothing is lost
+        pass
+
+
+def test_memory_that_the_users_own_computing_lacks(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is written before the phase ends, so that it shows what the phase had on the device."""
+    worker = Worker(incidents=place)
+    with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    text = read(folder_of(caught.value, place), capsys)
+    assert "Tried to allocate 20.00 GiB" in text
+    assert row(text, "actor")[1] == "TRAINING"
+
+
+def test_a_write_into_offloaded_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = Worker(incidents=place)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    with torch.no_grad():
+        worker.net[0].weight.fill_(1.0)
+    with pytest.raises(IntegrityError) as caught:
+        worker.manager.phase("train").__enter__()
+    text = read(folder_of(caught.value, place), capsys)
+    assert "IntegrityError" in text
+    assert "0.weight" in text
+
+
+def test_a_broken_handle(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error is the device's own."""
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device, incidents=place)
+    device.fail("copy", at=2, forever=True)
+    device.fail("sync", forever=True)
+    with pytest.raises(RuntimeError, match="injected fault") as caught:
+        worker.manager.phase("train").__enter__()
+    broken = [each.name for each in worker.manager.handles.values() if each.broken]
+    assert broken
+    text = read(folder_of(caught.value, place), capsys)
+    assert f"broken: {broken[0]}: " in text
+    device._faults.clear()
+    worker.manager.close()
+
+
+def test_other_errors_are_none(place: Path) -> None:
+    worker = Worker(incidents=place)
+    with pytest.raises(ZeroDivisionError), worker.manager.phase("train"):
+        _ = 1 / 0
+    assert not place.exists()
+
+
+def test_one_error_is_one_incident_and_only_the_last_are_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incidents, "_KEPT", 2)
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    named = []
+    for _ in range(3):
+        # it passes through two phases
+        with pytest.raises(DeviceMemoryError) as caught, worker.manager.phase("idle"):
+            worker.manager.phase("train").__enter__()
+        notes = [note for note in caught.value.__notes__ if "incident" in note]
+        assert len(notes) == 1
+        named.append(notes[0].split()[2])
+    assert {str(folder) for folder in place.iterdir()} == set(named[1:])
+
+
+@pytest.mark.parametrize("at", ["folder", "file", "audit"])
+def test_what_cannot_be_written_hides_no_error(
+    at: str, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if at == "folder":
+        place.parent.mkdir()
+        place.write_text("a file")
+    else:
+        where: Any = Path if at == "file" else audit
+        monkeypatch.setattr(where, "write_text" if at == "file" else "audit", full)
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    with pytest.raises(DeviceMemoryError, match="train"):
+        worker.manager.phase("train").__enter__()
+    monkeypatch.undo()
+    assert "incident" in caplog.text
+    with worker.manager.phase("log_prob", only=["actor"]):
+        assert worker.actor.resident_bytes > 0
+
+
+def test_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = Worker(budget_bytes=80 << 10)
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("train").__enter__()
+    assert not any("incident" in note for note in getattr(caught.value, "__notes__", ()))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="absolute path"):
+        Manager(device=SimulatedDevice(CAPACITY), incidents="incidents")
+    assert main(["status", "--incident", str(tmp_path)]) == 1
+    assert "is not the folder of an incident" in capsys.readouterr().err
+
+
+def test_the_processes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = types.SimpleNamespace(pid=7, usedGpuMemory=123)
+    library = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda device: [process],
+    )
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    assert nvml.processes_on("GPU-1") == [{"pid": 7, "bytes": 123}]
+
+    def fails(uuid: str) -> Any:
+        raise RuntimeError("the driver is gone")
+
+    library.nvmlDeviceGetHandleByUUID = fails
+    assert nvml.processes_on("GPU-1") == []
+    assert nvml.processes_on("") == []
