@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
 from placement.storage.fingerprints import differing, fingerprints
@@ -22,8 +22,8 @@ PIECE_BYTES = 32 << 20
 """The bytes of a fingerprint. Where its kernel does not run, one takes device memory of three times
 as many bytes (`_by_torch`), and an engine leaves little free."""
 
-LIVING: WeakIdSet[Mirror] = WeakIdSet()
-"""The mirrors of this process."""
+PLACEMENT = "placement"
+"""What moves the bytes where a mirror keeps them. The reports of plug-ins have it as their key."""
 WEIGHTS_DIFFER = "weights came back with other bytes than those that left"
 """In every error that says so, also in one that an engine passes on as text."""
 
@@ -59,7 +59,10 @@ class Mirror:
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
         A block that still has them is not saved: what left is in the mirror."""
         self.host_bytes = 0
-        LIVING.add(self)
+
+    def report(self) -> dict[str, Any]:
+        """What an engine's plug-in tells of its mirror (`PluggedEngine`)."""
+        return {PLACEMENT: {"host_bytes": self.host_bytes, "is_spoilt": bool(self.spoilt)}}
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Have a place for each of these blocks. It is page-locked in the background.

@@ -14,7 +14,7 @@ import abc
 import contextlib
 import importlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Send, ServedEngine
-from placement.engines.tagged import TaggedEngine
+from placement.engines.plugged import PluggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
 _POLL_SECONDS = 0.05
@@ -32,10 +32,11 @@ _SAVER = (
 )
 
 
-class _Sglang(TaggedEngine):
+class _Sglang(PluggedEngine):
     """The part that both kinds share. The server's settings decide whether weights survive; they
     are read at registration."""
 
+    own_mover = "torch_memory_saver"
     why_nothing_moves = _SAVER
     mirror_stays = False
 
@@ -54,6 +55,13 @@ class _Sglang(TaggedEngine):
         raise EngineError(
             f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}"
         )
+
+    def answers(self) -> Sequence[Any]:
+        return self._info().get("internal_states") or ()
+
+    @abc.abstractmethod
+    def _info(self) -> dict[str, Any]:
+        """What SGLang tells of itself and of its schedulers."""
 
     @abc.abstractmethod
     def _flush(self) -> str | None:
@@ -84,8 +92,10 @@ class SglangServer(ServedEngine, _Sglang):
 
     def register(self) -> None:
         """Read the settings with which the server was started. EngineError: it runs without its
-        memory saver."""
+        memory saver, or was restarted since its tags were offloaded."""
         info = self._info()
+        if self._started is not None:
+            self._expect_same_start(info)
         self._started = info.get("startup_time")
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
@@ -115,12 +125,16 @@ class SglangServer(ServedEngine, _Sglang):
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
-        if self._info().get("startup_time") != self._started:
-            raise EngineLost(
-                f"{self!r} was restarted since it was registered: "
-                f"{', '.join(self.residency.offloaded_tags)} is back on the device"
-            )
+        self._expect_same_start(self._info())
         self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
+
+    def _expect_same_start(self, info: Mapping[str, Any]) -> None:
+        offloaded = sorted(self.residency.offloaded_tags)
+        if offloaded and info.get("startup_time") != self._started:
+            raise EngineLost(
+                f"{self!r} was restarted since it was registered: {', '.join(offloaded)} is back "
+                "on the device"
+            )
 
     def admit(self) -> None:
         self._done(self._server.ask("POST", "/continue_generation", body={}))
@@ -246,6 +260,10 @@ class SglangInProcess(_Sglang):
         success, message = self._call("update_weights_from_tensor", **keywords, flush_cache=False)
         if not success:
             raise EngineError(f"SGLang refused a bucket of {count} weights: {message}")
+
+    def _info(self) -> dict[str, Any]:
+        told: dict[str, Any] = self._call("get_server_info")
+        return told
 
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")

@@ -74,7 +74,7 @@ class StandIn:
 
     memory_type: ClassVar = Memory
 
-    def __init__(self, shared: Path, tags: tuple[str, ...]) -> None:
+    def __init__(self, shared: Path, tags: tuple[str, ...], port: int = 0) -> None:
         self.memory = self.memory_type(shared, tags)
         self.sent: list[str] = []
         """The requests that do something, in order: "POST /sleep?level=1"."""
@@ -89,7 +89,7 @@ class StandIn:
         self.hanging: set[str] = set()
         self._let_go = threading.Event()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(
@@ -119,7 +119,7 @@ class StandIn:
             return 404, {"detail": "Not Found"}
         if (method == "GET") is not (parts.path in self.reading):
             return 405, {"detail": "Method Not Allowed"}
-        if parts.path not in self.reading and parts.path != "/flush_cache":
+        if parts.path not in self.reading | {"/flush_cache", "/collective_rpc"}:
             self.sent.append(
                 f"{method} {target}" if body is None else f"{method} {target} {json.dumps(body)}"
             )
@@ -187,8 +187,8 @@ class Vllm033(StandIn):
     `sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py).
     """
 
-    def __init__(self, shared: Path) -> None:
-        super().__init__(shared, ("weights", "kv_cache"))
+    def __init__(self, shared: Path, port: int = 0) -> None:
+        super().__init__(shared, ("weights", "kv_cache"), port)
         self.sleeping: set[str] = set()
         self.is_paused = False
         self.host_copy: str | None = None
@@ -282,6 +282,14 @@ class Vllm033(StandIn):
         self.prefix_cache = ""
         return 200, {"success": True}
 
+    def collective_rpc(self, query: dict[str, list[str]], body: Any) -> Reply:
+        # vllm/entrypoints/serve/dev/rpc/api_router.py
+        return 200, {"results": self.workers(body["method"])}
+
+    def workers(self, method: str) -> list[Any]:
+        assert method == "check_health"
+        return [None]
+
     reading = frozenset({"/is_sleeping", "/is_paused"})
     routes: ClassVar[Routes] = {
         "/sleep": sleep,
@@ -292,6 +300,7 @@ class Vllm033(StandIn):
         "/resume": resume,
         "/is_paused": paused,
         "/reset_prefix_cache": reset_prefix_cache,
+        "/collective_rpc": collective_rpc,
     }
 
 
@@ -343,9 +352,14 @@ class Sglang0523(StandIn):
     tags: ClassVar = ("weights", "kv_cache", "cuda_graph")
 
     def __init__(
-        self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True
+        self,
+        shared: Path,
+        port: int = 0,
+        *,
+        keeps_weights: bool = False,
+        has_saver: bool = True,
     ) -> None:
-        super().__init__(shared, self.tags)
+        super().__init__(shared, self.tags, port)
         self.memory.is_moving = has_saver
         self.settings = {
             "enable_memory_saver": has_saver,
