@@ -109,10 +109,10 @@ class Residency(Storage):
         except BaseException:
             self.resident_tags, self.stale, self.doubt = lost
             raise
-        self.free_bytes, self._is_taken = free_bytes, True
         self._learn_mover()
         if self.moved_by == PLACEMENT:  # it has reserved its mirror already
             self._look_at_mirror()
+        self.free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
         self._is_taken, self.moved_by = False, None
