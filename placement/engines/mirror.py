@@ -23,7 +23,7 @@ PIECE_BYTES = 32 << 20
 as many bytes (`_by_torch`), and an engine leaves little free."""
 
 PLACEMENT = "placement"
-"""What moves the bytes where a mirror keeps them. The reports of plug-ins have it as their key."""
+"""The name of the mover where a mirror keeps the bytes, and the key of a plug-in's report."""
 WEIGHTS_DIFFER = "weights came back with other bytes than those that left"
 """In every error that says so, also in one that an engine passes on as text."""
 
@@ -61,7 +61,7 @@ class Mirror:
         self.host_bytes = 0
 
     def report(self) -> dict[str, Any]:
-        """What an engine's plug-in tells of its mirror (`PluggedEngine`)."""
+        """The report that an engine's plug-in gives of its mirror (see `PluggedEngine`)."""
         return {PLACEMENT: {"host_bytes": self.host_bytes, "is_spoilt": bool(self.spoilt)}}
 
     def reserve(self, blocks: Sequence[Block]) -> None:

@@ -61,7 +61,7 @@ class _Sglang(PluggedEngine):
 
     @abc.abstractmethod
     def _info(self) -> dict[str, Any]:
-        """What SGLang tells of itself and of its schedulers."""
+        """The settings and the state of SGLang, as it tells them."""
 
     @abc.abstractmethod
     def _flush(self) -> str | None:

@@ -453,7 +453,7 @@ class TaggedEngine(Engine):
         return None
 
     def moved_by(self) -> str | None:
-        """What moves the engine's bytes, asked of the engine: "placement" (a plug-in of
+        """The mover of the engine's bytes, asked of the engine: "placement" (a plug-in of
         placement), or the engine's own allocator ("cumem" in vLLM, "torch_memory_saver" in SGLang).
         None: it does not say. It is asked again after the next load then."""
         return None

@@ -75,7 +75,8 @@ def prepare(worker: Any) -> None:
 
     @functools.wraps(check_health)
     def check_and_report() -> Any:
-        """`VllmServer` and `VllmInProcess` ask for it, because every vLLM lets a client call it."""
+        """Every worker of vLLM has this method, so that placement can ask any vLLM for it
+        (`PluggedEngine`)."""
         check_health()
         return backend.report()
 
