@@ -85,6 +85,10 @@ class HandleSnapshot(Frozen):
     after the other."""
     stale: str | None = None
     """Why the weights are invalid until a weight sync fills them; None while they are valid."""
+    moved_by: str | None = None
+    """The mover of the bytes of an engine that places its own memory, as the engine says:
+    "placement" (a plug-in in the engine's process), "cumem" (vLLM's own), "torch_memory_saver"
+    (SGLang's); None: it does not say."""
 
 
 class DurationHistogram(Frozen):

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
 from placement.storage.fingerprints import differing, fingerprints
@@ -22,8 +22,8 @@ PIECE_BYTES = 32 << 20
 """The bytes of a fingerprint. Where its kernel does not run, one takes device memory of three times
 as many bytes (`_by_torch`), and an engine leaves little free."""
 
-LIVING: WeakIdSet[Mirror] = WeakIdSet()
-"""The mirrors of this process."""
+PLACEMENT = "placement"
+"""The name of the mover where a mirror keeps the bytes, and the key of a plug-in's report."""
 WEIGHTS_DIFFER = "weights came back with other bytes than those that left"
 """In every error that says so, also in one that an engine passes on as text."""
 
@@ -59,7 +59,10 @@ class Mirror:
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
         A block that still has them is not saved: what left is in the mirror."""
         self.host_bytes = 0
-        LIVING.add(self)
+
+    def report(self) -> dict[str, Any]:
+        """The report that an engine's plug-in gives of its mirror (see `PluggedEngine`)."""
+        return {PLACEMENT: {"host_bytes": self.host_bytes, "is_spoilt": bool(self.spoilt)}}
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Have a place for each of these blocks. It is page-locked in the background.
@@ -108,13 +111,13 @@ class Mirror:
         self.reserve(blocks)
         self._saving = []
         copies: list[Copy] = []
-        for block, found in zip(blocks, self._fingerprints(blocks), strict=True):
+        for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             place = self._places[block.base]
-            pieces = differing(place.prints, found)
-            if not pieces or self._is_spoilt(block, found):
+            pieces = differing(place.prints, prints)
+            if not pieces or self._is_spoilt(block, prints):
                 continue
-            place.prints = None
-            self._saving.append((place, found))
+            place.prints = None  # until all of the copies have arrived
+            self._saving.append((place, prints))
             for start in (piece * PIECE_BYTES for piece in pieces):
                 nbytes = min(PIECE_BYTES, block.nbytes - start)
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
@@ -124,8 +127,8 @@ class Mirror:
     def end_save(self) -> None:
         """Wait until every byte has arrived, and everything that the device had to do is done."""
         self._device.sync()
-        for place, found in self._saving:
-            place.prints = found
+        for place, prints in self._saving:
+            place.prints = prints
         self._saving, self.spoilt = [], {}
 
     def fetch(self, block: Block, source: torch.Tensor) -> None:
@@ -139,9 +142,9 @@ class Mirror:
     def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left."""
         return {
-            block.base: found
-            for block, found in zip(blocks, self._fingerprints(blocks), strict=True)
-            if differing(self._places[block.base].prints, found)
+            block.base: prints
+            for block, prints in zip(blocks, self._fingerprints(blocks), strict=True)
+            if differing(self._places[block.base].prints, prints)
         }
 
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
@@ -149,20 +152,22 @@ class Mirror:
         suspects = [block for block in blocks if block.base in self.spoilt]
         return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
 
-    def _is_spoilt(self, block: Block, found: torch.Tensor) -> bool:
-        return block.base in self.spoilt and torch.equal(self.spoilt[block.base], found)
+    def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
+        return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)
 
     def _fingerprints(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """The fingerprints of each block's pieces, int64 on the CPU."""
         if not blocks:
             return []
-        sizes = [_pieces(block.nbytes) for block in blocks]
-        found = [
-            fingerprints(self._device.view(block, 0, block.nbytes), each)
-            for block, each in zip(blocks, sizes, strict=True)
+        pieces = [_pieces(block.nbytes) for block in blocks]
+        prints = [
+            fingerprints(self._device.view(block, 0, block.nbytes), sizes)
+            for block, sizes in zip(blocks, pieces, strict=True)
         ]
-        return list(torch.cat(found).cpu().split([len(each) for each in sizes]))
+        # to the CPU together: each transfer is a wait for the device
+        return list(torch.cat(prints).cpu().split([len(sizes) for sizes in pieces]))
 
 
 def _pieces(nbytes: int) -> list[int]:
+    """The sizes of the pieces of so many bytes."""
     return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]

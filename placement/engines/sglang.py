@@ -23,7 +23,7 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Send, ServedEngine
-from placement.engines.tagged import TaggedEngine
+from placement.engines.plugged import PluggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
 _POLL_SECONDS = 0.05
@@ -33,10 +33,11 @@ _SAVER = (
 )
 
 
-class _Sglang(TaggedEngine):
+class _Sglang(PluggedEngine):
     """The part that both kinds share. The server's settings decide whether weights survive; they
     are read at registration."""
 
+    own_mover = "torch_memory_saver"
     why_nothing_moves = _SAVER
     mirror_stays = False
 
@@ -55,6 +56,13 @@ class _Sglang(TaggedEngine):
         raise EngineError(
             f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}"
         )
+
+    def answers(self) -> Sequence[Any]:
+        return self._info().get("internal_states") or ()
+
+    @abc.abstractmethod
+    def _info(self) -> dict[str, Any]:
+        """The settings and the state of SGLang, as it tells them."""
 
     @abc.abstractmethod
     def _flush(self) -> str | None:
@@ -83,9 +91,11 @@ class SglangServer(ServedEngine, _Sglang):
 
     def register(self) -> None:
         """Read the settings with which the server was started. EngineError: it runs without its
-        memory saver."""
-        info = self._info()
+        memory saver, or was restarted since its tags were offloaded."""
+        info, before = self._info(), self._started
         self._take_over()
+        if before is not None and self.residency.offloaded_tags:
+            self._expect_start(before)
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def drain(self) -> None:
@@ -106,12 +116,15 @@ class SglangServer(ServedEngine, _Sglang):
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
-        if self._start() != self._started:
+        self._expect_start(self._start())
+        self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
+
+    def _expect_start(self, started: Any) -> None:
+        if started != self._started:
             raise EngineLost(
                 f"{self!r} was restarted since it was registered: "
                 f"{', '.join(self.residency.offloaded_tags)} is back on the device"
             )
-        self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
 
     def admit(self) -> None:
         self._done(self._server.ask("POST", "/continue_generation", body={}))
@@ -240,6 +253,10 @@ class SglangInProcess(_Sglang):
         success, message = self._call("update_weights_from_tensor", **keywords, flush_cache=False)
         if not success:
             raise EngineError(f"SGLang refused a bucket of {count} weights: {message}")
+
+    def _info(self) -> dict[str, Any]:
+        told: dict[str, Any] = self._call("get_server_info")
+        return told
 
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")

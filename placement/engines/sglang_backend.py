@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from placement.devices.select import select_device
 from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror
 
 _TARGET = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 _savers: list[MirroredSaver] = []
 """The one of this process: SGLang asks for its adapter about twenty times."""
 
@@ -40,6 +42,9 @@ def register() -> None:
     """
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register(_TARGET, _create, hooks.HookType.AROUND)
+    if _SCHEDULER in sys.modules:  # else this process has no weights
+        state = f"{_SCHEDULER}.Scheduler.get_internal_state"
+        hooks.HookRegistry.register(state, _report, hooks.HookType.AFTER)
     hooks.HookRegistry.apply_hooks()
     if _TARGET not in hooks.HookRegistry._patched:
         raise PlacementError(
@@ -56,6 +61,13 @@ def _create(create: Callable[..., Any], enable: bool) -> Any:
         logger.info("placement moves the weights of this SGLang process where they have a backup")
         _savers.append(MirroredSaver(adapter))
     return _savers[0]
+
+
+def _report(answer: Any, *_: Any, **__: Any) -> Any:
+    """Add the mirror's report to what SGLang's scheduler tells of itself (`/server_info`)."""
+    if _savers and _savers[0].mirror is not None:
+        answer.internal_state.update(_savers[0].mirror.report())
+    return answer
 
 
 class MirroredSaver:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from placement.core.journal import logger
 from placement.core.settings import parse_bytes
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS, State
 from placement.engines.base import Engine
+from placement.engines.mirror import PLACEMENT
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.tensors.plain import Owned
@@ -79,6 +80,8 @@ class Residency(Storage):
         self._has_mirror = False
         # the mirror's size, as the engine told it at the last offload; None where it cannot
         self._told_mirror_bytes: int | None = None
+        # as the engine told it; None: not yet
+        self.moved_by: str | None = None
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
@@ -106,10 +109,13 @@ class Residency(Storage):
         except BaseException:
             self.resident_tags, self.stale, self.doubt = lost
             raise
+        self._learn_mover()
+        if self.moved_by == PLACEMENT:  # it has reserved its mirror already
+            self._look_at_mirror()
         self.free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
-        self._is_taken = False
+        self._is_taken, self.moved_by = False, None
 
     @property
     def on_device(self) -> bool:
@@ -142,13 +148,9 @@ class Residency(Storage):
 
     @property
     def mirror_bytes(self) -> int:
-        if not self.keeps_weights:
-            return 0
-        return (
-            self._bytes_of(frozenset({WEIGHTS}))
-            if self._told_mirror_bytes is None
-            else self._told_mirror_bytes
-        )
+        if self._told_mirror_bytes is not None:
+            return self._told_mirror_bytes
+        return self._bytes_of(frozenset({WEIGHTS})) if self.keeps_weights else 0
 
     @property
     def host_bytes(self) -> int:
@@ -174,8 +176,8 @@ class Residency(Storage):
                         "they were discarded when they were offloaded, and no sync has filled them "
                         "since"
                     )
-                elif WEIGHTS in leaving:
-                    self._has_mirror, self._told_mirror_bytes = True, self._engine.mirror_bytes()
+                if WEIGHTS in leaving:
+                    self._look_at_mirror()
                 self.resident_tags -= leaving
         except EngineError:
             if self.doubt is None:  # the engine goes on as before, so it takes requests again
@@ -196,14 +198,16 @@ class Residency(Storage):
                     self._engine.load([tag])
                     self.resident_tags |= {tag}
             except EngineError:
-                # vLLM drops a block's host copy as soon as the block is back, so a half-finished
-                # load cannot be undone
-                if tag == WEIGHTS:
+                # vLLM itself drops a block's host copy as soon as the block is back, so that a
+                # half-finished load cannot be undone
+                if tag == WEIGHTS and self.moved_by != PLACEMENT:
                     self.stale = "loading them failed half-way, so they are not valid"
                 raise
             self._measure(frozenset({tag}), before - self.free_bytes())
             if tag == WEIGHTS:
-                self._has_mirror = self._has_mirror and self._engine.mirror_stays
+                stays = self.moved_by == PLACEMENT or self._engine.mirror_stays
+                self._has_mirror = self._has_mirror and stays
+        self._learn_mover()
         self._open()
         return self._copied(coming)
 
@@ -238,6 +242,19 @@ class Residency(Storage):
         or interrupted."""
         if self.stale is None and self.doubt is None:
             self._open()
+
+    def _learn_mover(self) -> None:
+        """Ask the engine what moves its bytes, until it has said it."""
+        if self.moved_by is not None:
+            return
+        with suppress(EngineError):
+            self.moved_by = self._engine.moved_by()
+        if self.moved_by is not None:
+            logger.info("the bytes of %r are moved by %s", self._engine, self.moved_by)
+
+    def _look_at_mirror(self) -> None:
+        self._told_mirror_bytes = self._engine.mirror_bytes()
+        self._has_mirror = self.mirror_bytes > 0 or self.keeps_weights
 
     def _drain(self) -> None:
         if not self._is_drained:
@@ -431,8 +448,14 @@ class TaggedEngine(Engine):
     the device."""
 
     def mirror_bytes(self) -> int | None:
-        """Host bytes that the engine's own copy of the weights takes, asked after an offload that
-        keeps them. None: their device bytes."""
+        """Host bytes that the engine's own copies take, asked after each offload of the weights.
+        None: as many as the weights take on the device, if an offload keeps them."""
+        return None
+
+    def moved_by(self) -> str | None:
+        """The mover of the engine's bytes, asked of the engine: "placement" (a plug-in of
+        placement), or the engine's own allocator ("cumem" in vLLM, "torch_memory_saver" in SGLang).
+        None: it does not say. It is asked again after the next load then."""
         return None
 
     def register(self) -> None:

@@ -21,9 +21,10 @@ import torch
 
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines import mirror
 from placement.engines.http import Answer, Send, ServedEngine
-from placement.engines.tagged import TaggedEngine, Weights
+from placement.engines.mirror import PLACEMENT, WEIGHTS_DIFFER
+from placement.engines.plugged import PluggedEngine
+from placement.engines.tagged import Weights
 
 _ENABLE = (
     "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers "
@@ -35,9 +36,10 @@ _MAPPED_ALREADY = "CUDA Error: invalid argument"
 every block of the tag anew."""
 
 
-class _Vllm(TaggedEngine):
+class _Vllm(PluggedEngine):
     """The part that both kinds share: vLLM sleeps as a whole and wakes by tags."""
 
+    own_mover = "cumem"
     why_nothing_moves = _ENABLE
     knows_its_tags: bool
     """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone. One change
@@ -102,11 +104,13 @@ class _Vllm(TaggedEngine):
                 f"{self!r} was told to wake {', '.join(tags)}, but reports to be "
                 f"{'still' if is_last else 'no longer'} asleep"
             )
+        if WEIGHTS in tags and self.is_spoilt():
+            self.residency.stale = WEIGHTS_DIFFER
 
     def _failed_wake(self, said: str, tags: Sequence[str]) -> EngineError:
         """The error for a wake that failed: an `EngineLost` where no later one can succeed."""
-        if mirror.WEIGHTS_DIFFER in said:
-            self.residency.stale = mirror.WEIGHTS_DIFFER
+        if WEIGHTS_DIFFER in said:
+            self.residency.stale = WEIGHTS_DIFFER
         if _MAPPED_ALREADY in said:
             return EngineLost(
                 f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was "
@@ -192,6 +196,12 @@ class VllmServer(ServedEngine, _Vllm):
         """Resume the server, unless the last wake has done it."""
         if self._server.ask("GET", "/is_paused").fields.get("is_paused"):
             self._expect("resumed", self._server.ask("POST", "/resume"))
+
+    def answers(self) -> Sequence[Any]:
+        answer = self._server.ask("POST", "/collective_rpc", body={"method": "check_health"})
+        if not answer.is_ok:
+            raise EngineError(f"{answer}; expected the answers of the workers")
+        return answer.fields.get("results") or ()
 
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")
@@ -309,12 +319,12 @@ class VllmInProcess(_Vllm):
         super().register()
 
     def mirror_bytes(self) -> int | None:
-        """Host bytes of placement's backend or of vLLM's own allocator, if the model is in this
+        """Host bytes of placement's backend; else of vLLM's own allocator, if the model is in this
         process. torch rounds page-locked memory up to powers of two."""
+        if self.residency.moved_by == PLACEMENT:
+            return super().mirror_bytes()
         if not hasattr(self._llm.llm_engine, "model_executor"):
             return None
-        if ours := _backend_bytes():
-            return ours
         allocator = getattr(
             getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None),
             "instance",
@@ -332,14 +342,9 @@ class VllmInProcess(_Vllm):
     def load(self, tags: Collection[str]) -> None:
         """Wake these tags, which are asleep, and see whether the mirror stays."""
         super().load(tags)
-        if WEIGHTS not in tags or not hasattr(self._llm.llm_engine, "model_executor"):
-            return
-        if any(each.spoilt for each in mirror.LIVING):
-            self.residency.stale = mirror.WEIGHTS_DIFFER
-        # vLLM's own allocator has given it to torch, which may keep it
-        self.mirror_stays = (
-            _backend_bytes() > 0 or _cached_host_bytes() >= self.residency.mirror_bytes
-        )
+        if WEIGHTS in tags and hasattr(self._llm.llm_engine, "model_executor"):
+            # vLLM's own allocator has given it to torch, which may keep it
+            self.mirror_stays = _cached_host_bytes() >= self.residency.mirror_bytes
 
     def drain(self) -> None:
         """Check that no request is in flight: generate() returns when it is done. EngineError: some
@@ -352,6 +357,10 @@ class VllmInProcess(_Vllm):
 
     def admit(self) -> None:
         """Nothing: vLLM takes requests as soon as it is awake."""
+
+    def answers(self) -> Sequence[Any]:
+        told: Sequence[Any] = self._call("collective_rpc", "check_health")
+        return told
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
@@ -409,11 +418,6 @@ class VllmInProcess(_Vllm):
                 f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: "
                 f"{error!r}"
             ) from error
-
-
-def _backend_bytes() -> int:
-    """Host bytes of placement's sleep-mode backend in this process; 0 where vLLM has another."""
-    return sum(each.host_bytes for each in mirror.LIVING)
 
 
 def _cached_host_bytes() -> int:

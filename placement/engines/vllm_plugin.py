@@ -71,6 +71,16 @@ def prepare(worker: Any) -> None:
     logger.info("placement moves the memory of this vLLM worker in its sleep mode")
     get_backend = getattr(worker, "_get_sleep_mode_backend", None)  # until 0.29
     backend = worker.sleep_mode_backend if get_backend is None else get_backend()
+    check_health = worker.check_health
+
+    @functools.wraps(check_health)
+    def check_and_report() -> Any:
+        """Every worker of vLLM has this method, so that placement can ask any vLLM for it
+        (`PluggedEngine`)."""
+        check_health()
+        return backend.report()
+
+    worker.check_health = check_and_report
     try:
         backend.reserve()
     except PlacementError as error:

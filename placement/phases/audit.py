@@ -82,7 +82,7 @@ _OF_HANDLE = (
         "stale",
     ),
 )
-_OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes")
+_OF_STORAGE = ("prefetched_bytes", "host_pageable_bytes", "moved_by")
 _OF_COUNTERS = (
     *("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes"),
     *("last_transition_timestamp_seconds", "registered_timestamp_seconds"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from placement.core.errors import EngineError, PhaseError, PlacementError
+from placement.core.errors import BrokenHandleError, EngineError, PhaseError, PlacementError
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
 from placement.group.vote import GroupVote
@@ -104,6 +104,10 @@ class PlanMaker:
                 and plan.on_device(handle.name)
                 and (handle.role or "rollout") in roles
             ):
+                if handle.broken is not None:
+                    raise BrokenHandleError(
+                        f"phase {name!r} cannot use {handle.name!r}: {handle.broken}"
+                    )
                 raise EngineError(
                     f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot "
                     f"use it: {stale}. Publish first: inside manager.phase('weight_sync'), pass "

@@ -311,6 +311,7 @@ class Vllm:
 
 
 _OF_A_WORKER = (
+    "check_health",
     "sleep",
     "wake_up",
     "discard",

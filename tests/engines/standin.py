@@ -74,7 +74,7 @@ class StandIn:
 
     memory_type: ClassVar = Memory
 
-    def __init__(self, shared: Path, tags: tuple[str, ...]) -> None:
+    def __init__(self, shared: Path, tags: tuple[str, ...], port: int = 0) -> None:
         self.memory = self.memory_type(shared, tags)
         self.sent: list[str] = []
         """The requests that do something, in order: "POST /sleep?level=1"."""
@@ -89,7 +89,7 @@ class StandIn:
         self.hanging: set[str] = set()
         self._let_go = threading.Event()
         self._lock = threading.Lock()
-        self.listen()
+        self.listen(port)
 
     def close(self) -> None:
         self._let_go.set()
@@ -126,7 +126,7 @@ class StandIn:
             return 404, {"detail": "Not Found"}
         if (method == "GET") is not (parts.path in self.reading):
             return 405, {"detail": "Method Not Allowed"}
-        if parts.path not in self.reading and parts.path != "/flush_cache":
+        if parts.path not in self.reading | {"/flush_cache", "/collective_rpc"}:
             self.sent.append(
                 f"{method} {target}" if body is None else f"{method} {target} {json.dumps(body)}"
             )
@@ -194,8 +194,8 @@ class Vllm033(StandIn):
     `sleep` pauses the scheduler and the last wake resumes it (vllm/v1/engine/core.py).
     """
 
-    def __init__(self, shared: Path) -> None:
-        super().__init__(shared, ("weights", "kv_cache"))
+    def __init__(self, shared: Path, port: int = 0) -> None:
+        super().__init__(shared, ("weights", "kv_cache"), port)
         self.sleeping: set[str] = set()
         self.is_paused = False
         self.host_copy: str | None = None
@@ -304,6 +304,14 @@ class Vllm033(StandIn):
             return 200, "vllm:num_requests_running 0.0\n"
         return 200, f"vllm:num_requests_running 0.0\nprocess_start_time_seconds {self.started}\n"
 
+    def collective_rpc(self, query: dict[str, list[str]], body: Any) -> Reply:
+        # vllm/entrypoints/serve/dev/rpc/api_router.py
+        return 200, {"results": self.workers(body["method"])}
+
+    def workers(self, method: str) -> list[Any]:
+        assert method == "check_health"
+        return [None]
+
     reading = frozenset({"/is_sleeping", "/is_paused", "/metrics"})
     routes: ClassVar[Routes] = {
         "/sleep": sleep,
@@ -315,6 +323,7 @@ class Vllm033(StandIn):
         "/is_paused": paused,
         "/reset_prefix_cache": reset_prefix_cache,
         "/metrics": metrics,
+        "/collective_rpc": collective_rpc,
     }
 
 
@@ -366,9 +375,14 @@ class Sglang0523(StandIn):
     tags: ClassVar = ("weights", "kv_cache", "cuda_graph")
 
     def __init__(
-        self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True
+        self,
+        shared: Path,
+        port: int = 0,
+        *,
+        keeps_weights: bool = False,
+        has_saver: bool = True,
     ) -> None:
-        super().__init__(shared, self.tags)
+        super().__init__(shared, self.tags, port)
         self.memory.is_moving = has_saver
         self.settings = {
             "enable_memory_saver": has_saver,

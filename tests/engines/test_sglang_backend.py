@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -70,6 +71,13 @@ class MemorySaver:
         ]
 
 
+class Scheduler:
+    """sglang/srt/managers/scheduler.py: what `/server_info` tells of a scheduler."""
+
+    def get_internal_state(self, request: object) -> Any:
+        return SimpleNamespace(internal_state={"last_gen_throughput": 0.0})
+
+
 class Sglang:
     def __init__(self, patch: pytest.MonkeyPatch, version: str) -> None:
         self.card = Card(1 << 20)
@@ -85,6 +93,10 @@ class Sglang:
         modules.module(
             "sglang.srt.environ", envs=SimpleNamespace(SGLANG_PLUGINS=no, SGLANG_PLATFORM=no)
         )
+        # in the process that has the weights it is imported before plug-ins are loaded
+        scheduler = "sglang.srt.managers.scheduler"
+        modules.module("sglang.srt.managers").__path__ = []
+        self.scheduler = modules.module(scheduler, Scheduler=type("Scheduler", (Scheduler,), {}))
         modules.forget("sglang.srt.plugins", "sglang.srt.plugins.hook_registry")
         modules.forget("sglang.srt.utils.torch_memory_saver_adapter")
         patch.setattr(torch.version, "cuda", "13.0")
@@ -146,6 +158,25 @@ def test_weights_without_a_backup_are_dropped(sglang: Sglang) -> None:
     assert adapter.mirror is None
 
 
+@pytest.mark.parametrize("backup", [True, False])
+def test_the_scheduler_tells_of_the_mirror(sglang: Sglang, backup: bool) -> None:
+    filled(sglang, sglang.adapter(), backup=backup)
+    told = sglang.scheduler.Scheduler().get_internal_state(None).internal_state
+    assert told.pop("last_gen_throughput") == 0.0
+    assert told == ({"placement": {"host_bytes": 3 * PAGE, "is_spoilt": False}} if backup else {})
+
+
+def test_a_process_without_a_scheduler_imports_none(
+    sglang: Sglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler")
+    registry = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(registry, "_patched", set())
+    sglang_backend.register()
+    assert [*registry._hooks] == [sglang_backend._TARGET]
+
+
 def test_a_saver_that_is_off_stays_sglangs_own(sglang: Sglang) -> None:
     adapter = sglang.adapter(enable=False)
     assert type(adapter).__name__ == "_TorchMemorySaverAdapterNoop"
@@ -187,7 +218,7 @@ def test_wrong_bytes_are_found(sglang: Sglang) -> None:
 def test_a_hook_that_is_not_on_is_an_error(sglang: Sglang, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "_patched", set())
-    monkeypatch.setattr(registry, "_hooks", {sglang_backend._TARGET: []})
+    monkeypatch.setattr(registry, "_hooks", defaultdict(list))
     monkeypatch.setattr(registry, "_apply_target", lambda *_: 1 / 0)
     with pytest.raises(PlacementError, match="no hook on"):
         sglang_backend.register()

@@ -397,12 +397,13 @@ def test_the_plug_in_chooses_it_and_reserves_when_the_worker_has_warmed_up(plugg
     worker = plugged.worker(**named(plugged))
     wrapper = plugged.wrapped(worker)
     wrapper.init_device()
-    before = [*mirror.LIVING]
+    assert wrapper.check_health() is None
     assert wrapper.compile_or_warm_up_model() == "times"
     backend = worker._sleep_mode_backend
     assert type(backend).__name__ == "PlacementBackend"
     assert backend._mirror.host_bytes >= sum(SIZES)
-    assert [each for each in mirror.LIVING if each not in before] == [backend._mirror]
+    told = {"host_bytes": backend._mirror.host_bytes, "is_spoilt": False}
+    assert wrapper.check_health() == {"placement": told}
     # vLLM's own worker drives it.
     worker.sleep(1)
     assert plugged.card.mapped == {}
@@ -430,6 +431,7 @@ def test_the_plug_in_leaves_alone_who_did_not_ask(plugged: Vllm) -> None:
         wrapper.init_device()
         wrapper.compile_or_warm_up_model()
         assert worker._sleep_mode_backend is None
+        assert wrapper.check_health() is None
         assert worker.model_config.sleep_mode_backend == config.get("sleep_mode_backend", "cumem")
 
 

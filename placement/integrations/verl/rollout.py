@@ -21,7 +21,8 @@ import torch
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
-from placement.engines.tagged import TaggedEngine, Weights
+from placement.engines.plugged import PluggedEngine
+from placement.engines.tagged import Weights
 from placement.integrations.verl.placed import current_manager, cut_off_all, logger, noted, rollouts
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ _bases: dict[str, tuple[type[PlacedRollout], str]] = {}
 this module has them placed."""
 
 
-class ColocatedRollout(TaggedEngine):
+class ColocatedRollout(PluggedEngine):
     """The engine behind a rollout that verl's driver puts to sleep. `resume` is the method of
     verl's adapter that wakes parts."""
 
     frees_when_asked = False  # the driver has put it to sleep before
+    own_mover = "torch_memory_saver"  # no other answers
 
     def __init__(
         self, rollout: PlacedRollout, resume: Callable[[list[str]], Coroutine[Any, Any, None]]
@@ -86,6 +88,12 @@ class ColocatedRollout(TaggedEngine):
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
+
+    def answers(self) -> Sequence[Any]:
+        if not self.residency.resident_tags:
+            raise EngineError("verl's driver may not have started the server yet")
+        told: Sequence[Any] = _done(None, self._rollout.answers)
+        return told
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         raise EngineError(
@@ -135,6 +143,9 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
 
     async def release_parts(self, tags: Collection[str]) -> None:
         await super().release()
+
+    async def answers(self) -> Sequence[Any]:
+        raise EngineError("verl's server hands on no answers of vLLM's workers")
 
     async def resume(self, tags: list[str]) -> None:
         """Wake these parts, in the phase `weight_sync`, or `rollout` once the KV cache comes."""
@@ -230,6 +241,14 @@ class PlacedSglang(PlacedRollout):
         if self._engine is not None:  # else another rank leads the server
             await self._engine.release_memory_occupation(tags=[*tags])
 
+    async def answers(self) -> Sequence[Any]:
+        await self._init_server_adapter()
+        if self._engine is None:
+            raise EngineError("another rank leads the server")
+        told = await self._engine._make_async_request("server_info", method="GET")
+        answers: Sequence[Any] = told["internal_states"]
+        return answers
+
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
     """Let verl use an adapter of this kind for the rollouts of this name, in this process. KeyError
@@ -258,13 +277,14 @@ def __getattr__(attribute: str) -> Any:
 
 def _done(
     seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
-) -> None:
-    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this
-    one. EngineError: the server refused it by an HTTP status below 500, so that nothing was done.
-    EngineLost: another failure, or `seconds` have passed."""
+) -> Any:
+    """The result of one of verl's methods, run on a thread of its own, because a loop is running on
+    this one. EngineError: the server refused it by an HTTP status below 500, so that nothing was
+    done. EngineLost: another failure, or `seconds` have passed."""
     try:
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(asyncio.run, asyncio.wait_for(method(*arguments), seconds)).result()
+            waiting = asyncio.wait_for(method(*arguments), seconds)
+            return thread.submit(asyncio.run, waiting).result()
     except Exception as error:
         is_refused = 400 <= getattr(error, "status", 0) < 500
         told = (

@@ -219,6 +219,8 @@ def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(
     job.sync()
     job.actor.infer_batch(batch(0))
     assert job.states()["rollout"] == OFF
+    moved_by = {handle.name: handle.moved_by for handle in job.manager.snapshot().handles}
+    assert moved_by["rollout"] == (None if rollout == "vllm" else "torch_memory_saver")
     assert job.told == [f"placement knows the rollout as 'rollout' ({type(job.adapter).__name__})"]
     assert job.replica.calls == calls * 4, "each call once"
 
