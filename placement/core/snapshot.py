@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from placement.core.states import State, Trigger
 
@@ -157,6 +157,9 @@ class Snapshot(Frozen):
     device_total_bytes: int
     peak_bytes: int
     """The largest number of bytes that the handles have held together."""
+    suspended: bool = False
+    suspended_seconds: float = 0.0
+    """Seconds for which phases have waited because the manager was suspended."""
 
     def since(self, earlier: Snapshot) -> dict[str, float]:
         """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since
@@ -192,6 +195,27 @@ class Snapshot(Frozen):
         phases = _differences(self.phase_seconds, earlier.phase_seconds)
         figures |= {f"phase_seconds/{phase}": seconds for phase, seconds in phases.items()}
         return {f"placement/{name}": float(value) for name, value in figures.items()}
+
+
+class SuspensionRequest(Frozen):
+    """What `Manager.suspend` is asked for, also over HTTP and between ranks."""
+
+    model_config = ConfigDict(strict=True)
+
+    deadline_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    resume_after_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    epoch: int | None = Field(default=None, ge=1)
+
+
+class SuspensionStatus(Frozen):
+    """The answer to `Manager.suspend` and `Manager.resume`."""
+
+    epoch: int  # the number of the last suspension; 0 before the first
+    suspended: bool
+    resident_bytes: int
+    """Device bytes that the handles hold, as measured. While the manager is suspended, only an
+    external handle has any."""
+    snapshot: Snapshot
 
 
 def _differences(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -52,6 +52,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.journal import logger
+from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 
 DEADLINE_SECONDS = 600.0  # the default deadline: as long as torch's collectives wait for NCCL
@@ -139,6 +140,7 @@ class Proposal(Message):
     whereabouts: str = Field(default="", max_length=64)
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base
     their plans."""
+    suspension: SuspensionRequest | None = None
 
 
 class Basis(Message):
@@ -149,6 +151,9 @@ class Basis(Message):
     # whether one rank says that plans may differ, or the handles differ in size or place
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
+    suspension: SuspensionRequest | None = None
+    """The one that any rank is asked for; of several that with the greatest epoch. All ranks carry
+    it out together next."""
 
 
 class Vote(Message):
@@ -282,11 +287,18 @@ class Group:
             {self.rank: _RESTARTED},
         )
 
-    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> Basis:
+    def propose(
+        self,
+        action: str,
+        budget_bytes: int,
+        *,
+        catches_up: bool = False,
+        suspension: SuspensionRequest | None = None,
+    ) -> Basis:
         """Begin a change. Returns what all ranks base their plans on.
 
         With `catches_up` it passes over epochs that the others gave up because this rank did not
-        come.
+        come. `suspension`: what this rank is asked for.
 
         Raises:
             GroupError: another rank does something else, failed, or did not come in time.
@@ -301,6 +313,7 @@ class Group:
                 budget_bytes=budget_bytes,
                 plans_may_differ=self.plans_may_differ,
                 whereabouts=self.whereabouts,
+                suspension=suspension,
             )
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
@@ -404,6 +417,22 @@ class Group:
         except BoardLost:
             return True
 
+    def note_resumed(self, suspension: int) -> None:
+        """Let all ranks know that a suspension is over. Raises CoordinatorLost: they cannot."""
+        key = f"{self._prefix}/resumed/{suspension}"
+        try:
+            self._board.claim(key, b"-")
+        except BoardLost as error:
+            raise CoordinatorLost(f"the other ranks cannot resume: {error}") from error
+        self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
+
+    def is_resumed(self, suspension: int) -> bool:
+        """Whether a rank has noted that a suspension is over. Does not wait."""
+        try:
+            return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
+        except BoardLost:
+            return False  # the next phase transition raises it
+
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
         if (proposals := self._messages(Proposal, "proposal", deadline)) is None:
@@ -420,10 +449,14 @@ class Group:
         may_differ = len({each.whereabouts for each in proposals}) > 1 or any(
             each.plans_may_differ for each in proposals
         )
-        self._board.claim(
-            self._key("basis"),
-            Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode(),
+        wanted = [each.suspension for each in proposals if each.suspension is not None]
+        basis = Basis(
+            budget_bytes=least_bytes,
+            budget_rank=whose,
+            compares_plans=may_differ,
+            suspension=max(wanted, key=lambda request: request.epoch or 0, default=None),
         )
+        self._board.claim(self._key("basis"), basis.encode())
 
     def _count_votes(self, deadline: float) -> None:
         """Rank 0's part of `agree`."""

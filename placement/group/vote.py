@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
+from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
 
@@ -56,6 +57,10 @@ class GroupVote:
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
+        # suspensions: the one that the next proposal tells of, and the one that all ranks, who have
+        # heard of it and ended that epoch, carry out next
+        self.wanted: SuspensionRequest | None = None
+        self.agreed: SuspensionRequest | None = None
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:
@@ -105,7 +110,10 @@ class GroupVote:
             self._epochs_used += 1
             epoch = self._current
             catches_up, epoch.catches_up = epoch.catches_up, False
-            return self.group.propose(action, ask_budget(), catches_up=catches_up)
+            wanted, self.wanted = self.wanted, None
+            return self.group.propose(
+                action, ask_budget(), catches_up=catches_up, suspension=wanted
+            )
 
     def in_common(
         self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]
@@ -128,6 +136,11 @@ class GroupVote:
         undone. See `Group.agree`."""
         with self._hearing():
             return self.group.agree(plan, stage, lacks_engines)
+
+    def suspend_first(self, suspension: SuspensionRequest) -> None:
+        """End this epoch without entering a phase, as all ranks do that heard of a suspension."""
+        self.agree(_ALL_HAVE_LEFT)
+        self._current.has_left, self.agreed = True, suspension
 
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
@@ -163,9 +176,9 @@ class GroupVote:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
             else:
-                self.propose(action)
+                basis = self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.group.compares_plans else plan)
-                self._current.has_left = True
+                self._current.has_left, self.agreed = True, basis.suspension
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         return failures

@@ -62,6 +62,8 @@ def take_snapshot(
         device_used_bytes=memory.used_bytes,
         device_total_bytes=memory.total_bytes,
         peak_bytes=stack.reconciler.peak_bytes,
+        suspended=stack.suspension.is_on,
+        suspended_seconds=stack.suspension.waited_seconds,
     )
 
 

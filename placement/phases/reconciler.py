@@ -211,9 +211,13 @@ class Reconciler:
         for handle in self._handles.values():
             if handle.is_on_device and not handle.external:
                 return
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()  # what torch's allocator has cached
+        self.trim()
         self.turn.give_back()
+
+    def trim(self) -> None:
+        """Return to the driver what torch's allocator has cached."""
+        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+            self._device.trim()
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         handles = []

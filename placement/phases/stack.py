@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,11 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
-from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
+from placement.phases.phase import OpenPhase, OpenPhases, Suspended, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
+from placement.phases.suspension import Suspension
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -69,10 +70,11 @@ class PhaseStack:
         vote = None if group is None else GroupVote(group)
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
-        self.phases = OpenPhases(self._planner, self._handles)
+        self.phases = OpenPhases(self._planner, self._handles, lambda: self.suspension.is_on)
         self.lock = TransitionLock(
             device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all)
         )
+        self.suspension = Suspension(self.lock, self.phases, self._handles, self._leave_the_device)
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
@@ -113,17 +115,18 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
+            if self.suspension.is_on and not phases.all:
+                raise Suspended
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure()
-            if not phases.all:
-                self._planner.note_end_of(IDLE)
-            self._change(
-                phase,
-                "enter",
-                PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept),
-                back,
-            )
+            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
+            if phases.all:
+                self._change(phase, "enter", wanted, back)
+                return
+            self._planner.note_end_of(IDLE)
+            with self.suspension.telling_ranks():
+                self._change(phase, "enter", wanted, back)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -179,7 +182,8 @@ class PhaseStack:
                 self._leave_abandoned()
             phases.require_leavable(phase)
             others = phases.without(phase)
-            with self._leaving_to(others) as left_to:
+            tells_ranks = nullcontext() if others else self.suspension.telling_ranks()
+            with tells_ranks, self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
@@ -190,7 +194,9 @@ class PhaseStack:
                         left_to,
                         plan,
                         failures,
-                        leaving=None if vote is None else LeavingRanks(vote, phase.name, error),
+                        leaving=None
+                        if vote is None
+                        else LeavingRanks(vote, f"leave {phase.name}", error),
                     )
                 except BaseException:  # an interrupt while leaving: finish leaving, then raise it
                     self._expire_keeps()
@@ -218,6 +224,37 @@ class PhaseStack:
         """Whether a closed generator's phase has phases of the generator's caller open inside."""
         phases = self.phases.all
         return phase in phases and phases[-1] is not phase and phases[-1].holder is not None
+
+    # --- suspending
+
+    def wait_until_resumed(self, phase: str) -> None:
+        """Wait, before an outermost phase begins, while the manager is suspended."""
+        self.suspend_with_ranks()
+        if not self.phases.all:
+            self.suspension.wait(phase)
+
+    def suspend_with_ranks(self) -> None:
+        """Carry out the suspension on which all ranks have agreed, if there is one: all of them
+        suspend, or none."""
+        vote = self.lock.vote
+        if vote is None or vote.agreed is None:
+            return
+        wanted, vote.agreed = vote.agreed, None
+        failures: list[Exception] = [PhaseError("it was interrupted")]
+        try:
+            with self.lock.attempt(raises_own=True), self.lock.transition():
+                leaving = LeavingRanks(vote, f"suspend {wanted.epoch}")
+                failures = self._leave_the_device(leaving)
+        finally:
+            self.suspension.conclude(wanted, failures)
+
+    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> list[Exception]:
+        """Take every handle off the device, outside every phase. Returns what failed."""
+        self._expire_keeps()
+        failures = self.reconciler.retreat(IDLE, self.phases.all_offloaded(), leaving=leaving)
+        self.reconciler.trim()
+        self.reconciler.measure()
+        return failures
 
     # --- within a phase
 
@@ -291,6 +328,8 @@ class PhaseStack:
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so
         that no plan has to know."""
+        if self.suspension.is_on:
+            raise PhaseError("the manager is suspended: nothing is loaded; call resume() first")
         self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         self.reconciler.writes.raise_found()
         plan = self.phases.base_plan()
@@ -385,6 +424,7 @@ class PhaseStack:
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.give_back()
                 self.lock.is_closed = True
+                self.suspension.end()
                 if (written := self.reconciler.writes.take()) is not None:
                     logger.error("closed: %s", written)
         finally:
