@@ -425,20 +425,21 @@ class Manager:
         epoch: int | None = None,
     ) -> SuspensionStatus:
         """Take every handle off the device, because another process needs it. The next phase waits
-        until `resume`. Ask in another thread than that of an open phase.
+        until `resume`.
 
-        Takes effect at the end of the open phases; outside of them at once. All ranks of a group
-        suspend or none: when they next begin or leave an outermost phase, whichever rank is asked.
+        Takes effect at the end of the open phases: call it in another thread. Outside of them, at
+        once. Any rank of a group may be asked; all suspend when they next begin or leave an
+        outermost phase, or none.
 
         Args:
             deadline: seconds to wait for the end of the open phases.
-            resume_after_seconds: the suspension ends by itself after so long. None: by `resume`.
-            epoch: a number for the suspension, above that of the last one; None: the next. To ask
-                again for the suspension that is on changes nothing.
+            resume_after_seconds: after how long it ends by itself. None: never.
+            epoch: its number, above that of the last suspension; None: the next. To ask for the
+                present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible before the deadline, the epoch is an old one, or this
-                thread has a phase open. The message says what is on the device. Nothing changes.
+            PhaseError: it was not possible in time, the epoch is an old one, or this thread has a
+                phase open. The message says what is on the device.
             ValueError: an argument is not a number, or too small.
         """
         request = SuspensionRequest(

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,48 +243,43 @@ _SPARE_SECONDS = 60.0  # beyond the deadline, for moves, and for ranks that agre
 
 
 def add_suspend(parser: argparse.ArgumentParser) -> None:
-    _add_control(parser, "suspend")
+    add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
     parser.add_argument("--deadline", type=_seconds, default=60.0, metavar="SECONDS", help=text)
-    text = "how long a worker stays suspended at most"
+    text = "after how long it is resumed at the latest"
     parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    _add_control(parser, "resume")
-
-
-def _add_control(parser: argparse.ArgumentParser, verb: str) -> None:
     _add_workers(parser)
     text = "a file with the token (default: the variable PLACEMENT_CONTROL_TOKEN)"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
-    parser.set_defaults(run=partial(run_control, verb))
+    parser.set_defaults(run=run_control)
 
 
-def run_control(verb: str, arguments: argparse.Namespace) -> int:
+def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
-    token = _token(arguments.token_file)
-    request = {}
-    if verb == "suspend":
+    token, request, seconds = _token(arguments.token_file), {}, _SPARE_SECONDS
+    if arguments.command == "suspend":
         request["deadline_seconds"] = arguments.deadline
         request["resume_after_seconds"] = arguments.resume_after
-    timeout_seconds = request.get("deadline_seconds", 0) + _SPARE_SECONDS
+        seconds += arguments.deadline
 
-    def line(target: Target) -> tuple[bool, str]:
-        url, post = f"{target.url}/{verb}", json.dumps(request).encode()
+    def told_by(worker: Target) -> tuple[bool, str]:
+        url, post = f"{worker.url}/{arguments.command}", json.dumps(request).encode()
         try:
-            status = json.loads(ask(url, timeout_seconds=timeout_seconds, post=post, token=token))
+            status = json.loads(ask(url, timeout_seconds=seconds, post=post, token=token))
             word = "suspended" if status["suspended"] else "not suspended"
             held = readable(status["resident_bytes"])
-            return True, f"{target.name}: {word}, epoch {status['epoch']}, {held} on the device"
+            return True, f"{worker.name}: {word}, epoch {status['epoch']}, {held} on the device"
         except (PlacementError, ValueError, TypeError, KeyError) as error:
-            return False, f"{target.name}: {error}"
+            return False, f"{worker.name}: {error}"
 
-    targets = find_targets(_places(arguments))
-    with ThreadPoolExecutor(max(len(targets), 1)) as pool:
-        lines = list(pool.map(line, targets))
-    print("\n".join(text for _, text in lines))
-    return int(not all(is_done for is_done, _ in lines))
+    workers = find_targets(_places(arguments))
+    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+        told = list(pool.map(told_by, workers))
+    print("\n".join(text for _, text in told))
+    return int(not all(is_done for is_done, _ in told))
 
 
 def _token(path: Path | None) -> str:

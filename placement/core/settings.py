@@ -27,7 +27,6 @@ from pydantic import (
 from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
 PREFIX = "PLACEMENT_"
-_CONTROL_TOKEN = "CONTROL_TOKEN"  # noqa: S105 - the name of a variable
 TURNS_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - `Turn` checks the folder's owner
 """The default folder of the lock files by which one user's processes on one node take turns."""
 
@@ -82,9 +81,8 @@ def device_of_environment() -> str:
 
 
 def control_token_of_environment() -> str | None:
-    """The token of `PLACEMENT_CONTROL_TOKEN`. It is no setting, so that no dump of settings shows
-    it."""
-    return os.environ.get(f"{PREFIX}{_CONTROL_TOKEN}") or None
+    """The token for `Manager.serve`. It is no setting: no dump of settings shows it."""
+    return os.environ.get(f"{PREFIX}CONTROL_TOKEN") or None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -315,7 +313,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environment.items():
         key = variable.removeprefix(PREFIX)
-        if key in (variable, _CONTROL_TOKEN) or not text or _KUBERNETES.fullmatch(key):
+        if key in (variable, "CONTROL_TOKEN") or not text or _KUBERNETES.fullmatch(key):
             continue
         if key.lower() not in Settings.model_fields:
             known = [PREFIX + field.upper() for field in Settings.model_fields]

@@ -198,7 +198,7 @@ class Snapshot(Frozen):
 
 
 class SuspensionRequest(Frozen):
-    """What `Manager.suspend` is asked for, also over HTTP and between ranks."""
+    """The arguments of `Manager.suspend`, also over HTTP and between ranks."""
 
     model_config = ConfigDict(strict=True)
 
@@ -213,8 +213,7 @@ class SuspensionStatus(Frozen):
     epoch: int  # the number of the last suspension; 0 before the first
     suspended: bool
     resident_bytes: int
-    """Device bytes that the handles hold, as measured. While the manager is suspended, only an
-    external handle has any."""
+    """Device bytes that the handles hold. While suspended, only an external handle has any."""
     snapshot: Snapshot
 
 

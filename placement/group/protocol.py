@@ -152,8 +152,7 @@ class Basis(Message):
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
     suspension: SuspensionRequest | None = None
-    """The one that any rank is asked for; of several that with the greatest epoch. All ranks carry
-    it out together next."""
+    """What a rank is asked for, and all carry out next; of several that of the greatest epoch."""
 
 
 class Vote(Message):
@@ -266,6 +265,8 @@ class Group:
         # whether the ranks compare what stays on their devices before they move, in the present
         # change
         self.compares_plans = False
+        # what this rank is asked for, of which the next proposal tells the other ranks
+        self.suspension: SuspensionRequest | None = None
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -287,18 +288,11 @@ class Group:
             {self.rank: _RESTARTED},
         )
 
-    def propose(
-        self,
-        action: str,
-        budget_bytes: int,
-        *,
-        catches_up: bool = False,
-        suspension: SuspensionRequest | None = None,
-    ) -> Basis:
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> Basis:
         """Begin a change. Returns what all ranks base their plans on.
 
         With `catches_up` it passes over epochs that the others gave up because this rank did not
-        come. `suspension`: what this rank is asked for.
+        come.
 
         Raises:
             GroupError: another rank does something else, failed, or did not come in time.
@@ -313,8 +307,9 @@ class Group:
                 budget_bytes=budget_bytes,
                 plans_may_differ=self.plans_may_differ,
                 whereabouts=self.whereabouts,
-                suspension=suspension,
+                suspension=self.suspension,
             )
+            self.suspension = None
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
                 self._put("proposal", own.encode())

@@ -57,10 +57,9 @@ class GroupVote:
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
-        # suspensions: the one that the next proposal tells of, and the one that all ranks, who have
-        # heard of it and ended that epoch, carry out next
-        self.wanted: SuspensionRequest | None = None
         self.agreed: SuspensionRequest | None = None
+        """The suspension that all ranks carry out next. Each has heard of it, and ended that
+        epoch."""
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:
@@ -110,10 +109,7 @@ class GroupVote:
             self._epochs_used += 1
             epoch = self._current
             catches_up, epoch.catches_up = epoch.catches_up, False
-            wanted, self.wanted = self.wanted, None
-            return self.group.propose(
-                action, ask_budget(), catches_up=catches_up, suspension=wanted
-            )
+            return self.group.propose(action, ask_budget(), catches_up=catches_up)
 
     def in_common(
         self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]

@@ -18,19 +18,14 @@ if TYPE_CHECKING:
     from wsgiref.types import WSGIEnvironment
 
 PATHS = ("/suspend", "/resume")
-_MOST_BYTES = 64 << 10
+_MOST_BYTES = 64 << 10  # the longest body that is read
 _TOKEN = re.compile(r"[!-~]+")
-
-
-class _Refused(Exception):
-    """A status of HTTP, and the reason."""
+Answer = tuple[HTTPStatus, bytes]
 
 
 class Control:
     """Suspends and resumes one manager for clients that have the token.
-
-    `suspend`, `resume`: see `Suspension`. Raises ValueError: the token is no token.
-    """
+    `suspend`, `resume`: see `Suspension`. Raises ValueError: the token is no token."""
 
     def __init__(
         self,
@@ -41,45 +36,34 @@ class Control:
         if not _TOKEN.fullmatch(token):
             raise ValueError("control: the token must be visible ASCII characters, no blanks")
         self._token = token.encode()
-        self._suspend = suspend
-        self._resume = resume
+        self._suspend, self._resume = suspend, resume
 
-    def answer(
-        self, environ: WSGIEnvironment, has_gone: Callable[[], bool]
-    ) -> tuple[HTTPStatus, bytes]:
+    def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
         """Do what a client asks for. Returns the status and the body of the answer, as JSON."""
-        try:
-            self._check_token(environ)
-            request = _read(environ)
-            if environ["PATH_INFO"] == "/resume":
-                status = self._resume(request.epoch)
-            else:
-                status = self._suspend(request, has_gone)
-            return HTTPStatus.OK, status.model_dump_json().encode()
-        except _Refused as refused:
-            code, reason = refused.args
-        except PlacementError as error:
-            code, reason = HTTPStatus.CONFLICT, str(error)
-        return code, json.dumps({"error": reason}).encode()
-
-    def _check_token(self, environ: WSGIEnvironment) -> None:
         scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
         is_right = hmac.compare_digest(token.encode("latin-1"), self._token)
         if not is_right or scheme.lower() != "bearer":
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "send the token: Authorization: Bearer TOKEN")
+            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
+        length = environ.get("CONTENT_LENGTH") or "0"
+        if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
+            return _refused(HTTPStatus.BAD_REQUEST, "the body needs a Content-Length")
+        if len(length) > 9 or int(length) > _MOST_BYTES:
+            reason = f"the body has more than {_MOST_BYTES} bytes"
+            return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+        body = environ["wsgi.input"].read(int(length))
+        try:
+            request = SuspensionRequest.model_validate_json(body or b"{}")
+            if environ["PATH_INFO"] == "/suspend":
+                status = self._suspend(request, has_gone)
+            else:
+                status = self._resume(request.epoch)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            return _refused(HTTPStatus.BAD_REQUEST, "; ".join(problems))
+        except PlacementError as error:
+            return _refused(HTTPStatus.CONFLICT, str(error))
+        return HTTPStatus.OK, status.model_dump_json().encode()
 
 
-def _read(environ: WSGIEnvironment) -> SuspensionRequest:
-    """The body of a request. One that is too long is not read."""
-    length = environ.get("CONTENT_LENGTH") or "0"
-    if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the body needs a Content-Length")
-    if int(length) > _MOST_BYTES:
-        reason = f"the body has more than {_MOST_BYTES} bytes"
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
-    body = environ["wsgi.input"].read(int(length))
-    try:
-        return SuspensionRequest.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise _Refused(HTTPStatus.BAD_REQUEST, "; ".join(problems)) from None
+def _refused(status: HTTPStatus, reason: str) -> Answer:
+    return status, json.dumps({"error": reason}).encode()

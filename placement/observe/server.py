@@ -133,7 +133,7 @@ class MetricsServer(ThreadingWSGIServer):
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from
             other machines, without authentication.
-        control: answers `POST /suspend` and `POST /resume`; None: they are a 404.
+        control: answers POST for its paths; None: they are a 404.
         timeout_seconds: the limit of each wait for a client; a whole connection may last twice as
             long.
 
@@ -338,9 +338,7 @@ class MetricsServer(ThreadingWSGIServer):
 
     def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
         status, body = control.answer(environ, partial(self._has_gone, environ[_CLIENT]))
-        is_secret = status is HTTPStatus.UNAUTHORIZED
-        headers = (("WWW-Authenticate", "Bearer"),) if is_secret else ()
-        return Response(status, body, JSON, headers)
+        return Response(status, body, JSON, (("WWW-Authenticate", "Bearer"),))
 
     def _has_gone(self, client: socket.socket) -> bool:
         """Whether a client that waits for its answer has closed its connection, or was dropped.

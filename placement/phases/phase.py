@@ -36,13 +36,6 @@ def here() -> Any:
     return threading.current_thread() if task is None else task
 
 
-def is_here(holder: Any) -> bool:
-    """Whether a phase's holder is this thread, or a task of the event loop that runs in it."""
-    if isinstance(holder, asyncio.Task):
-        return holder.get_loop() is asyncio._get_running_loop()
-    return holder is threading.current_thread()
-
-
 def _holder_name(holder: Any) -> str:
     if holder is None:
         return "enter()"
@@ -54,8 +47,7 @@ def _holder_name(holder: Any) -> str:
 
 
 class Suspended(PlacementError):
-    """An outermost phase cannot begin now: the manager is suspended, or all ranks are about to be.
-    Caught where phases are entered."""
+    """An outermost phase cannot begin now. Caught where phases are entered."""
 
 
 _NO_PLAN = Plan({})
@@ -89,10 +81,7 @@ class OpenPhases:
     says."""
 
     def __init__(
-        self,
-        planner: Planner,
-        handles: Mapping[str, Handle],
-        is_suspended: Callable[[], bool],
+        self, planner: Planner, handles: Mapping[str, Handle], is_suspended: Callable[[], bool]
     ) -> None:
         self._planner = planner
         self._handles = handles
@@ -513,7 +502,7 @@ class PhaseContext(Phase):
     def __enter__(self) -> Phase:
         try:
             self._stack.wait_until_resumed(self.name)
-            while not self._enters():
+            while not self._enters():  # it was suspended meanwhile
                 self._stack.wait_until_resumed(self.name)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
             self.abandon()

@@ -20,7 +20,7 @@ from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
-from placement.phases.phase import OpenPhases, TransitionLock, is_here
+from placement.phases.phase import OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
 # how long a thread that asks waits before it tries again
@@ -66,7 +66,7 @@ class Suspension:
     ) -> SuspensionStatus:
         """See `Manager.suspend`. `has_gone`: whether the one who asks is no longer there."""
         for phase in self._phases.all:
-            if is_here(phase.holder):
+            if phase.holder in (threading.current_thread(), here()):
                 raise self._refused(
                     f"this thread has phase {phase.name!r} open, and would wait for itself. Leave "
                     "it first, or ask in another thread"
@@ -163,12 +163,11 @@ class Suspension:
         if (vote := self._lock.vote) is None:
             yield
             return
-        self._is_told = True
-        vote.wanted = self._wanted()
+        self._is_told, vote.group.suspension = True, self._wanted()
         try:
             yield
         finally:
-            vote.wanted, self._is_told = None, vote.agreed is not None
+            vote.group.suspension, self._is_told = None, vote.agreed is not None
 
     def conclude(self, wanted: SuspensionRequest, failures: list[Exception]) -> None:
         """A suspension has been carried out, or has failed. Answer the threads that ask."""

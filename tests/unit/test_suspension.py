@@ -256,14 +256,7 @@ def test_in_the_thread_of_the_open_phase_it_is_refused_at_once(trainer: Trainer)
         manager.suspend(3600)
 
     async def in_a_task() -> None:
-        with manager.phase("train"):
-            with pytest.raises(PhaseError, match="this thread has phase"):
-                manager.suspend(3600)
-            task = asyncio.create_task(in_another())
-            await task
-
-    async def in_another() -> None:
-        with pytest.raises(PhaseError, match="this thread has phase"):
+        with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase"):
             manager.suspend(3600)
 
     asyncio.run(in_a_task())
