@@ -152,7 +152,7 @@ class Basis(Message):
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
     suspension: SuspensionRequest | None = None
-    """What a rank is asked for, and all carry out next; of several that of the greatest epoch."""
+    """The suspension that a rank is asked for, and all carry out next; of several the newest."""
 
 
 class Vote(Message):

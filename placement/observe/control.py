@@ -1,4 +1,4 @@
-"""What a client that has the token may ask of a worker: `POST /suspend` and `POST /resume`."""
+"""Requests of a client that has the token: `POST /suspend` and `POST /resume`."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ class Suspension:
                 with suppress(TimeoutError):
                     answer.result(_PAUSE_SECONDS)
                 is_over = time.monotonic() >= until or has_gone()
-                if is_over and not answer.done() and self._take_back(asked):
+                if is_over and self._takes_back(asked):
                     raise self._refused(f"not possible within {request.deadline_seconds:g} s")
         finally:
-            self._take_back(asked)
+            self._takes_back(asked, even_if_told=True)
         answer.result()
         return self.status(read)
 
@@ -116,17 +116,18 @@ class Suspension:
             snapshot=snapshot,
         )
 
-    def _take_back(self, asked: tuple[SuspensionRequest, Future[None]]) -> bool:
-        """Forget what a thread asks for, unless it is being carried out. Returns whether it is
-        forgotten."""
+    def _takes_back(
+        self, asked: tuple[SuspensionRequest, Future[None]], *, even_if_told: bool = False
+    ) -> bool:
+        """Forget what a thread asks for, unless it is concluded, or the other ranks know it."""
         with self._mutex:
-            if self._is_told or asked not in self._asked:
-                return False
-            self._asked.remove(asked)
-            return True
+            is_open = asked in self._asked and (even_if_told or not self._is_told)
+            if is_open:
+                self._asked.remove(asked)
+            return is_open
 
     def _refused(self, reason: str) -> PhaseError:
-        names = [handle.name for handle in self._handles.values() if handle.is_on_device]
+        names = [handle.name for handle in [*self._handles.values()] if handle.is_on_device]
         phases = " > ".join(phase.name for phase in self._phases.all) or "none"
         held = listed(names) or "nothing"
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {held})")
