@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from placement.storage.transfer.streamed import Streamed
 if TYPE_CHECKING:
     from placement.group.protocol import Group
 
+_NOTHING = nullcontext()
 _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
@@ -115,17 +116,15 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            if self.suspension.is_on and not phases.all:
+            if not phases.all and self.suspension.is_on:
                 raise Suspended
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure()
             wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
-            if phases.all:
-                self._change(phase, "enter", wanted, back)
-                return
-            self._planner.note_end_of(IDLE)
-            with self.suspension.telling_ranks():
+            if not phases.all:
+                self._planner.note_end_of(IDLE)
+            with _NOTHING if phases.all else self._telling_ranks():
                 self._change(phase, "enter", wanted, back)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
@@ -182,8 +181,8 @@ class PhaseStack:
                 self._leave_abandoned()
             phases.require_leavable(phase)
             others = phases.without(phase)
-            tells_ranks = nullcontext() if others else self.suspension.telling_ranks()
-            with tells_ranks, self._leaving_to(others) as left_to:
+            telling = _NOTHING if others else self._telling_ranks()
+            with telling, self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
@@ -229,9 +228,15 @@ class PhaseStack:
 
     def wait_until_resumed(self, phase: str) -> None:
         """Wait, before an outermost phase begins, while the manager is suspended."""
+        if self.phases.all:
+            return
         self.suspend_with_ranks()
-        if not self.phases.all:
-            self.suspension.wait(phase)
+        self.suspension.wait(phase)
+
+    def _telling_ranks(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of suspensions as an outermost phase begins or ends inside."""
+        vote = self.lock.vote
+        return _NOTHING if vote is None else self.suspension.telling(vote)
 
     def suspend_with_ranks(self) -> None:
         """Carry out the suspension on which all ranks have agreed, if there is one: all of them

@@ -20,6 +20,7 @@ from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
+from placement.group.vote import GroupVote
 from placement.phases.phase import OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
@@ -158,13 +159,11 @@ class Suspension:
         return newest.model_copy(update={"epoch": newest.epoch or self.epoch + 1})
 
     @contextmanager
-    def telling_ranks(self) -> Iterator[None]:
+    def telling(self, vote: GroupVote) -> Iterator[None]:
         """Tell the other ranks, in the proposal of the transition inside, what is asked for here.
         Then `vote.agreed` is what any rank is asked for."""
-        if (vote := self._lock.vote) is None:
-            yield
-            return
-        self._is_told, vote.group.suspension = True, self._wanted()
+        self._is_told = True  # first: what is taken back now is not told
+        vote.group.suspension = self._wanted()
         try:
             yield
         finally:
@@ -191,6 +190,8 @@ class Suspension:
 
     def wait(self, phase: str) -> None:
         """Wait, before an outermost phase begins, until the manager is resumed. Ctrl-C ends it."""
+        if not self._is_on and not self._asked:
+            return
         vote = self._lock.vote
         began, is_logged = time.monotonic(), False
         for _ in interrupts.looks(math.inf, *_LOOK_SECONDS):

@@ -238,3 +238,16 @@ def test_a_killed_rank_stops_nobody(
         code, told = answer.result(30)
         assert (code, "not possible within 2 s" in told["error"]) == (409, True)
     assert {rank.call("state")[0] for rank in ranks} == {False}
+
+
+def test_the_example_of_two_jobs(capfd: pytest.CaptureFixture[str]) -> None:
+    from examples.time_slices import STEPS, main
+
+    for result in main():
+        assert result["losses"] == result["alone"]
+        assert len(result["losses"]) == STEPS
+        assert result["slices"] >= 2
+        assert result["waited"] > 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["job 0", "job 1"]
+    assert all(line.endswith("the same losses as alone") for line in lines)
