@@ -18,6 +18,7 @@ from typing import Any
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, control_token_of_environment
 from placement.core.snapshot import readable
+from placement.observe.control import TOKEN
 from placement.observe.dashboards import DISCOVERY, export
 from placement.observe.discovery import Target, ask, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
@@ -289,6 +290,8 @@ def _token(path: Path | None) -> str:
         raise PlacementError(f"cannot read the token in {path}: {error}") from error
     if not token:
         raise PlacementError("no token: give --token-file, or set PLACEMENT_CONTROL_TOKEN")
+    if not TOKEN.fullmatch(token):  # an error about the header would show it
+        raise PlacementError("the token must be visible ASCII characters, no blanks")
     return token
 
 

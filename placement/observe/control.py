@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PATHS = ("/suspend", "/resume")
 _MOST_BYTES = 64 << 10  # the longest body that is read
-_TOKEN = re.compile(r"[!-~]+")
+TOKEN = re.compile(r"[!-~]+")
 Answer = tuple[HTTPStatus, bytes]
 
 
@@ -33,7 +33,7 @@ class Control:
         suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus],
         resume: Callable[[int | None], SuspensionStatus],
     ) -> None:
-        if not _TOKEN.fullmatch(token):
+        if not TOKEN.fullmatch(token):
             raise ValueError("control: the token must be visible ASCII characters, no blanks")
         self._token = token.encode()
         self._suspend, self._resume = suspend, resume

@@ -267,3 +267,8 @@ def test_the_commands_need_a_token(
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
     assert main(["resume", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().out
+    (tmp_path / "two").write_text("first-line\nsecond")
+    assert main(["resume", "http://127.0.0.1:9", "--token-file", str(tmp_path / "two")]) == 1
+    told = capsys.readouterr()
+    assert "the token must be visible ASCII" in told.err
+    assert "first-line" not in told.out + told.err
