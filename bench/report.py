@@ -40,29 +40,8 @@ TABLE: tuple[_Line, ...] = (
     _Line("weights", "load, rate", "load", True),
     _Line("weights", "first offload", "first offload, host memory reserved", False),
     _Line("weights", "load, until the host goes on", "load, host blocked", False),
-    _Line("first_load", "first load", "first load", False),
-    _Line("first_load", "later load", "later loads", False),
-    _Line(
-        "first_load",
-        "left on the device when offloaded, seen by the driver",
-        "left on the device when all is offloaded",
-        False,
-    ),
     _Line("adam", "offload, rate", "offload", True),
     _Line("adam", "load, rate", "load", True),
-    _Line("streamed_adam", "step", "step", False),
-    _Line(
-        "streamed_adam",
-        "step, share of the link both ways",
-        "step, of what the link takes both ways at once",
-        True,
-    ),
-    _Line(
-        "streamed_adam",
-        "step, rise of device memory, seen by the driver",
-        "rise of device memory in a step",
-        False,
-    ),
     _Line("small_tensors", "offload, rate", "offload", True),
     _Line("small_tensors", "load, rate", "load", True),
     _Line("swap", "both ways, rate", "rate both ways", True),
@@ -95,8 +74,23 @@ REPLICATED = (_Line("replicated", "load, rate of each rank", "load, rate of each
 
 BY_TURNS = (
     # older steps copy before they begin
-    *(line for line in TABLE if line.metric not in ("rate", "step, share of the link both ways")),
+    *(line for line in TABLE if line.metric != "rate"),
     _Line("host_reserve", "rate", "rate, of memory that was used before", True),
+    _Line("first_load", "first load", "first load", False),
+    _Line("first_load", "later load", "later loads", False),
+    _Line(
+        "first_load",
+        "left on the device when offloaded, seen by the driver",
+        "left on the device when all is offloaded",
+        False,
+    ),
+    _Line("streamed_adam", "step", "step", False),
+    _Line(
+        "streamed_adam",
+        "step, rise of device memory, seen by the driver",
+        "rise of device memory in a step",
+        False,
+    ),
     _Line("streamed_adam", "first step", "first step, host memory reserved", False),
     _Line("cycles", "one cycle", "one cycle", False),
     _Line(
@@ -115,7 +109,7 @@ BY_TURNS = (
 HEADLINE: tuple[tuple[str, str, str], ...] = (
     ("weights", "offload, rate", "weights, bf16"),
     ("weights", "load, rate", "weights, bf16"),
-    ("small_tensors", "offload, rate", "20,000 tensors of 64 KiB"),
+    ("small_tensors", "offload, rate", "20,000 tensors of 4 KiB"),
     ("unchanged", "offload, bytes copied", "unchanged weights"),
     ("grpo_step", "stalled", "GRPO-shaped step"),
 )
@@ -138,8 +132,8 @@ def shown(value: float, unit: str) -> str:
     return f"{value:,.3g} {unit}"
 
 
-def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | None:
-    """The cells for placement with its variants, for the best peer, and for the other peers."""
+def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str] | None:
+    """The cells for placement with its variants, and for the best peer."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["scenario"] == scenario and row["metric"] == line.metric and row["system"] != "link":
@@ -157,8 +151,7 @@ def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | Non
         for system, value in variants.items()
     )
     peers = sorted(means.items(), key=lambda item: item[1], reverse=line.more_is_better)
-    texts = [f"{shown(value, unit)} ({system})" for system, value in peers]
-    return own, texts[0] if texts else "", ", ".join(texts[1:])
+    return own, f"{shown(peers[0][1], unit)} ({peers[0][0]})" if peers else ""
 
 
 def _share(rows: Rows, scenario: str, metric: str) -> str:
@@ -173,26 +166,19 @@ def _share(rows: Rows, scenario: str, metric: str) -> str:
 
 
 def _machines(results: Results, lines: Iterable[_Line]) -> str:
-    """The machine of these lines, and what was measured on it; one after the other if there are
-    several."""
-    found: dict[str, dict[str, str]] = {}
-    for name in dict.fromkeys(line.benchmark for line in lines):
-        if (content := results.get(name)) is not None:
-            machine = content["machine"]
-            version = (
-                (f", placement at {content['turns']['commits']['after']}")
-                if "turns" in content
-                else ""
-            )
-            text = (
-                f"{machine.get('gpu', machine['device'])}, torch {machine['torch']}, Python "
-                f"{machine['python']}{version}"
-            )
-            found.setdefault(text, {}).update(machine.get("peers", {}))
-    return " ".join(
-        "; ".join([text, *([", ".join(map(" ".join, peers.items()))] if peers else [])]) + "."
-        for text, peers in found.items()
+    """One line: the machines of these lines, and the versions that were measured on them."""
+    names = dict.fromkeys(line.benchmark for line in lines)
+    machines = [results[name]["machine"] for name in names if name in results]
+    devices = dict.fromkeys(machine.get("gpu", machine["device"]) for machine in machines)
+    versions = dict.fromkeys(
+        f"torch {machine['torch']}, Python {machine['python']}" for machine in machines
     )
+    peers: dict[str, str] = {}
+    for machine in machines:
+        peers |= machine.get("peers", {})
+    parts = [", ".join([" and ".join(devices), *versions])]
+    parts += [", ".join(f"{name} {peers[name]}" for name in sorted(peers))] if peers else []
+    return "; ".join(parts) + "."
 
 
 def _named(scenario: str, name: str, content: Mapping[str, Any]) -> str:
@@ -222,8 +208,8 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
     written = [
         _machines(results, lines),
         "",
-        ("| what | placement | best peer | others |"),
-        "|---|---|---|---|",
+        "| what | placement | best peer |",
+        "|---|---|---|",
     ]
     for line in lines:
         content = results.get(line.benchmark, {})
@@ -232,9 +218,7 @@ def table(results: Results, lines: Sequence[_Line] = TABLE) -> str:
             cells = _cells(rows, scenario, line)
             if cells is not None:
                 what = _named(scenario, line.benchmark, content)
-                written.append(
-                    f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} | {cells[2]} |"
-                )
+                written.append(f"| {what}: {line.text} | **{cells[0]}** | {cells[1]} |")
     return "\n".join(written + _failures(results, lines))
 
 

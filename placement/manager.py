@@ -507,12 +507,12 @@ class Manager:
         """
         with self._stack.lock.transition():
             plan, reconciler = self._stack.phases.base_plan(), self._stack.reconciler
-            reconciler.writes.look(wait=True, at_counters=True)
+            reconciler.changes.look_everywhere(wait=True)
             return audit.audit(
                 self.handles,
                 plan,
                 self.device,
-                reconciler.writes.findings,
+                reconciler.changes.writes,
                 reconciler.outside,
                 reconciler.turn,
             )

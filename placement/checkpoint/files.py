@@ -91,6 +91,7 @@ def save(
         CheckpointError: a handle cannot be saved like this (the message says how it can), or a
             write failed. Raised on every rank.
         NotResidentError, BrokenHandleError: a handle named in `only` has no values.
+        IntegrityError: tensors of a handle were replaced while it was offloaded.
     """
     _require_manager(manager)
     with manager._stack.lock.transition():
@@ -204,6 +205,7 @@ def load(
         PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one
             that needs the device.
+        IntegrityError: as for `save`.
         DeviceMemoryError: handles that need the device do not fit there together. Nothing was
             loaded: load fewer at once, with `only`.
     """
@@ -260,6 +262,9 @@ def _part(handle: Handle) -> Part:
             f"{handle.name!r} has kind {handle.kind} and nothing to save: its weights belong to "
             "another handle"
         )
+    if handle.holding is not None and is_off(handle):
+        handle.holding.watch.scan()
+        handle.holding.watch.require_whole()  # else new values would mix with registered ones
     return _PARTS[handle.kind](handle)
 
 

@@ -105,13 +105,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
         target: torch.nn.Module | torch.optim.Optimizer | Rollout,
         *,
         role: str | None = None,
+        owner: Handle | str | None = None,
         readonly: bool = False,
+        external: bool = False,
+        replicated: object = False,
     ) -> Handle:
         """Register an object as `Manager.register` does. A stand-in without bytes takes its place.
 
         Args:
             target: a module, best on the meta device; a torch optimizer over parameters of modules
                 that are registered already; or a `Rollout`.
+            replicated: ignored. The forecast is of a rank with a host copy of its own.
 
         Raises:
             ValueError: the module has no tensors or cannot be sharded, or the optimizer's state is
@@ -133,7 +137,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 f"{name!r} is an object of {type(target).__name__}; a forecast knows modules, "
                 "torch optimizers and Rollout(...)"
             )
-        handle = self._manager.register(name, stand_in, role=role, readonly=readonly)
+        handle = self._manager.register(
+            name, stand_in, role=role, owner=owner, readonly=readonly, external=external
+        )
         self._objects[name] = stand_in
         return handle
 

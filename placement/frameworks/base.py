@@ -329,16 +329,6 @@ class Framework:
         there. None: a parameter is no weight."""
         return {}
 
-    def follow_parameters(self) -> None:
-        """Called after the module's tensors got back their addresses, dtypes and shapes. Update the
-        framework's own references to them."""
-
-    @property
-    def lost_by_conversion(self) -> str | None:
-        """A text on what is lost for good once parameters were converted to another dtype or
-        device, and what to do; None if nothing."""
-        return None
-
     def drop_caches(self) -> None:
         """Drop tensors that the framework rebuilds when it needs them (workspaces). Called after
         the module was offloaded."""

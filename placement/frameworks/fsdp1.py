@@ -101,17 +101,6 @@ class FSDP1(Framework):
                 handle.post_reshard()
                 handle._prefetched = False
 
-    def follow_parameters(self) -> None:
-        """Give empty parameters the flat parameter's dtype. FSDP1 shows parameters that are on
-        other ranks as empty tensors."""
-        for _, handle in self._handles():
-            flat = handle.flat_param
-            for parameter in (
-                (*flat._params, *flat._shared_params) if handle._use_orig_params else ()
-            ):
-                if parameter.numel() == 0 and parameter.dtype is not flat.dtype:
-                    parameter.data = torch.empty(0, dtype=flat.dtype, device=flat.device)
-
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """The original parameter for each view of gathered memory; without original parameters, the
         flat parameter for every view."""

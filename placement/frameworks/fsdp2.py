@@ -80,11 +80,6 @@ class FSDP2(Framework):
                         with torch.no_grad():
                             each.reset_sharded_param()
 
-    def follow_parameters(self) -> None:
-        with torch.no_grad():
-            for each in (each for _, group in self._groups() for each in group.fsdp_params):
-                _follow(each)
-
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
         params = [each for _, group in self._groups() for each in group.fsdp_params]
         names = ("_unsharded_param", "_sharded_post_forward_param")
@@ -163,23 +158,6 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _is_on_cpu(group: Any) -> bool:
     return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
-
-
-def _follow(parameter: Any) -> None:
-    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`.
-    An empty shard is treated here, because torch would allocate new padding for it."""
-    shown, padded = (
-        parameter._module_info.module._parameters[parameter._module_info.param_name],
-        parameter._sharded_param_data,
-    )
-    if shown._local_tensor.numel():
-        parameter.reset_sharded_param()
-        return
-    if shown._local_tensor.untyped_storage()._cdata != padded.untyped_storage()._cdata:
-        shown._local_tensor = padded.view(parameter.padded_sharded_param_size).narrow(
-            parameter.fsdp_placement.dim, 0, 0
-        )
-    parameter.sharded_param, parameter._sharding_spec = shown, shown._spec
 
 
 def _is_replaced(parameter: Any) -> bool:

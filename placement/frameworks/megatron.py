@@ -157,16 +157,6 @@ class Megatron(Framework):
                 if handle is not None:
                     handle.wait()
 
-    @property
-    def lost_by_conversion(self) -> str | None:
-        if not any(self.parts(_DDP)):
-            return None
-        return (
-            "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops "
-            "its hooks when a parameter changes dtype or device: wrap the module again, and "
-            "register it again"
-        )
-
     def tensors(self) -> Iterator[Owned]:
         """Buffers, their buckets' views, `main_grad` of every parameter, and the shards that bucket
         groups cache."""

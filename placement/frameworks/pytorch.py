@@ -27,10 +27,6 @@ class DDP(Framework):
 
     recognised_by = (_DDP,)
     wrappers = (Wrapper(_DDP, "module"),)
-    lost_by_conversion = (
-        "DistributedDataParallel no longer averages its gradients, because torch drops its hooks "
-        "when a parameter changes dtype or device: wrap the module again, and register it again"
-    )
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(root)

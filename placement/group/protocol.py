@@ -403,15 +403,6 @@ class Group:
                 # change
                 self._enter_next_epoch()
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether the present change has ended for all ranks without this one, or the board does
-        not answer. Does not wait."""
-        try:
-            return self._board.look([self._key("decision")]) is not None
-        except BoardLost:
-            return True
-
     def note_resumed(self, suspension: int) -> None:
         """Let all ranks know that a suspension is over. Raises CoordinatorLost: they cannot."""
         key = f"{self._prefix}/resumed/{suspension}"

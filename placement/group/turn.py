@@ -43,6 +43,7 @@ class Turn:
 
     def __init__(self, gpu: str, folder: str, deadline_seconds: float) -> None:
         self.gpu, self.deadline_seconds = gpu, deadline_seconds
+        self._longest_seconds = deadline_seconds
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:
@@ -62,6 +63,10 @@ class Turn:
     @property
     def is_held(self) -> bool:
         return self._lock.is_locked
+
+    def give_up_before(self, group: Group) -> None:
+        """Wait less than the other ranks of a group do, so that they hear why."""
+        self.deadline_seconds = min(self._longest_seconds, 0.9 * group.deadline_seconds)
 
     def take(self, phase: str) -> None:
         """Wait until this manager has the GPU, and no other. Raises DeviceMemoryError: another one
@@ -112,7 +117,7 @@ def _try_lock(lock: FileLock) -> bool:
     return lock.is_locked
 
 
-def turn_for(device: Device, settings: Settings, group: Group | None) -> Turn | None:
+def turn_for(device: Device, settings: Settings) -> Turn | None:
     """The turn of a manager on its device; None where the settings want none."""
     if settings.turns is None:
         return None
@@ -121,7 +126,4 @@ def turn_for(device: Device, settings: Settings, group: Group | None) -> Turn | 
             f"turns: device {device.name!r} is private to this process; give a SimulatedDevice "
             "shared_with="
         )
-    seconds = settings.turn_deadline_seconds
-    if group is not None:  # sooner than the other ranks give up, so that they hear why
-        seconds = min(seconds, 0.9 * group.deadline_seconds)
-    return Turn(device.uuid, settings.turns, seconds)
+    return Turn(device.uuid, settings.turns, settings.turn_deadline_seconds)

@@ -1,5 +1,5 @@
 """placement on Ray: each worker has a manager, and the driver declares phases for all workers with
-Ray's own calls (docs/ray.md).
+Ray's own calls (docs/ranks.md).
 
 The workers of a fleet change phase together, all or none: each gets a `StoreGroup` over a
 `TCPStore` that the driver serves.

@@ -13,6 +13,7 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
+from placement.storage.writes import Change, message
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal
@@ -115,13 +116,13 @@ def audit(
     handles: Mapping[str, Handle],
     plan: Plan,
     device: Device,
-    written: Sequence[tuple[str | None, str]],
+    writes: Sequence[Change],
     outside: Outside,
     turn: Turn | None,
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
     tensor, so not for the hot path.
-    `written`: the handle's name and the description of each write into offloaded memory."""
+    `writes`: those into offloaded memory that were not raised yet."""
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -133,8 +134,8 @@ def audit(
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
-    for name, what in written:
-        detail = f"{what}; the written value is lost, and the next phase transition raises it"
+    for name in dict.fromkeys(change.handle for change in writes):
+        detail = message(change for change in writes if change.handle == name)
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     if turn is not None and turn.is_held:
         left = [h.name for h in handles.values() if h.is_on_device and not plan.on_device(h.name)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.profiler import record_function
@@ -29,7 +29,6 @@ from placement.storage.managed import ManagedStorage, MoveResult
 from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
-from placement.storage.writes import LostWritesError
 
 _BEFORE_MOVES = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
@@ -119,7 +118,7 @@ class Mover:
         self._renew(
             t.room_bytes,
             dropping=_dropping(self._sources, t.plan),
-            staying=t.staying,
+            staying=t.ahead.staying,
             while_copying=self._while_copying if t.is_exit else lambda: None,
         )
 
@@ -166,8 +165,10 @@ class Mover:
                 )
         # It takes over the freed chunks, which are enough.
         self._renew()
-        failures = self._move_each_if_not_all(sources)
-        self.end()
+        try:
+            failures = self._move_each_if_not_all(sources)
+        finally:
+            self.end()
         for error in (*failures, *self.complete(sources)):
             cause.add_note(f"placement: {error}")
 
@@ -188,8 +189,7 @@ class Mover:
             self.end()
 
     def _move_each_if_not_all(self, targets: Mapping[Handle, Node]) -> list[Exception]:
-        """All bytes move at once, or none: then each handle moves its own. A write that was found
-        ends the exchange, which is tried again: a handle raises it once."""
+        """All bytes move at once, or none: then each handle moves its own."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         errors = self.each_repaired(
             targets,
@@ -197,14 +197,9 @@ class Mover:
         )
         is_moved = any(triggers for _, triggers in paths)
         self._fire_steps(paths, _BEFORE_MOVES, errors)
-        for _ in range(len(paths) + 1):
-            try:
-                self._move(paths, releases_at_once=True)
-                break
-            except LostWritesError as error:
-                errors.append(error)
-            except Exception:  # raised again by the handle that cannot move
-                break
+        # raised again by the handle that cannot move
+        with suppress(Exception):
+            self._move(paths, releases_at_once=True)
         self._fire_steps(paths, _FROM_MOVES_ON, errors)
         if is_moved or errors:
             errors += self._repair_all([handle for handle in targets if handle.storage.is_complete])

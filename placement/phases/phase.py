@@ -212,7 +212,7 @@ class OpenPhases:
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
-    `sweep`: called at the beginning of each.
+    `sweep`: called at the beginning of each; `tidy`: at its end, also after an error.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
     other ranks."""
 
@@ -221,11 +221,12 @@ class TransitionLock:
         device: Device,
         vote: GroupVote | None,
         sweep: Callable[[], None],
+        tidy: Callable[[], None],
         is_outside: Callable[[], bool],
     ) -> None:
         self._device = device
         self.vote = vote
-        self._sweep = sweep
+        self._sweep, self._tidy = sweep, tidy
         self.is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
@@ -301,8 +302,11 @@ class TransitionLock:
             inference,
             torch.set_grad_enabled(False),
         ):
-            self._sweep()
-            yield
+            try:
+                self._sweep()
+                yield
+            finally:
+                self._tidy()
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:

@@ -10,25 +10,24 @@ from typing import Any
 
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan
+from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
 from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
 from placement.phases.engines import Engines
+from placement.phases.found_changes import FoundChanges
 from placement.phases.moves import Mover
 from placement.phases.plan_maker import GroupPlanMaker, PlanMaker
 from placement.phases.ranks import LeavingRanks, Ranks
 from placement.phases.transition import Participant, Transition
 from placement.phases.verification import Verification
-from placement.phases.wrong_writes import WrongWrites
-from placement.planning.planner import Planner, check_fits
+from placement.planning.planner import Planner, check_fits, is_there
 from placement.planning.prefetcher import Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.transfer.verification import Verifier
-from placement.storage.writes import LostWritesError
 
 
 class Reconciler:
@@ -53,13 +52,13 @@ class Reconciler:
         self.planner = Planner(policy, settings, self._handles, device.memory())
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
         self.outside = Outside(device.communicators, self.planner.memory)
-        self.writes = WrongWrites(device, journal, self._handles)
+        self.changes = FoundChanges(device, journal, self._handles)
         # None: this process takes whatever is free
-        self.turn = turn_for(device, settings, None if vote is None else vote.group)
+        self.turn = turn_for(device, settings)
         verifier = None if settings.verify == "off" else Verifier()
         self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
-        """What takes part in every transition, beside the look for writes and the other ranks."""
+        """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
         self.set_vote(vote)
@@ -75,14 +74,17 @@ class Reconciler:
     def set_vote(self, vote: GroupVote | None) -> None:
         """Change phases together with the ranks of this vote's group; None: alone."""
         self._vote = vote
+        if self.turn is not None and vote is not None:
+            self.turn.give_up_before(vote.group)
         self.plan_maker = PlanMaker(self.planner, self._registry, self._journal)
         if vote is not None:
             self.plan_maker = GroupPlanMaker(self.planner, self._registry, self._journal, vote)
 
     def take_in(self, handle: Handle) -> None:
         """Have what moves a new handle take part from now on."""
+        may_be_engine = handle.kind == "engine" or not handle.is_built
         has_engines = any(isinstance(each, Engines) for each in self._participants)
-        if handle.kind == "engine" and not has_engines:
+        if may_be_engine and not has_engines:
             self._participants.insert(0, Engines(self._mover))
 
     # --- all or nothing
@@ -90,12 +92,13 @@ class Reconciler:
     def enter(self, name: str, plan: Plan, room_bytes: int) -> None:
         """Begin a phase, on all ranks of a group or on none. Call `measure` before its plan is
         made. `room_bytes`: see `check_fits`."""
-        participants = [self.writes, *self._participants]
+        participants = [self.changes, *self._participants]
         if self._vote is not None:
             participants.append(Ranks(self._vote.agree, self._vote.propose))
         transition = Transition(name, plan, self._handles, participants, room_bytes)
         if transition.offloads:
             self._wait_for_work()
+        self._journal.decisions.update(transition.decisions)
         self._run(transition)
 
     def carry_out_within(
@@ -109,37 +112,37 @@ class Reconciler:
         participants = self._participants
         if agree is not None and self._vote is not None:
             participants = [*participants, Ranks(agree, self._vote.propose)]
-        transition = Transition(name, plan, self._handles, participants, room_bytes)
-        if not transition.is_there:
+        if not is_there(self._handles, plan):
             # before anything is loaded over them; the next phase transition raises them
-            self.writes.look(wait=False)
-        self._run(transition)
+            self.changes.look_at(self.changes.coming(plan))
+            self.changes.look_at_poison(wait=False)
+            plan = self.changes.without_replaced(plan)
+        self._run(Transition(name, plan, self._handles, participants, room_bytes))
 
     def _run(self, transition: Transition) -> None:
         """Move every handle where the plan wants it, or leave every handle where it was."""
         num_moves = self._journal.num_moves
         mover, participants = self._mover, transition.participants
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         if not transition.is_there:
             mover.repair(self._handles.values())
-        for participant in participants:
-            participant.prepare(transition)
-        self._journal.decisions.update(transition.decisions)
-        mover.begin(transition)
         try:
+            for participant in participants:
+                participant.prepare(transition)
+            mover.begin(transition)
             mover.move(transition)
             for participant in participants:
                 participant.moved(transition)
             mover.commit(transition)
         except BaseException as error:
             mover.go_back(error)
-            if isinstance(error, LostWritesError):
-                self.writes.count(error)
             raise
         try:
+            if transition.lacks_engines:
+                mover.end()  # before any rank is told that this one is so far
             for participant in participants:
                 participant.commit(transition)
-            if transition.lacks_engines:
-                mover.end()
             for participant in participants:
                 participant.finish(transition)
         finally:
@@ -160,7 +163,7 @@ class Reconciler:
         on the device. Returns `failures` and the errors.
         `leaving`: tells the other ranks how far this one came."""
         num_moves = self._journal.num_moves
-        mover, participants = self._mover, [self.writes, *self._participants]
+        mover, participants = self._mover, [self.changes, *self._participants]
         if leaving is not None:
             participants.append(leaving)
         transition = Transition(
@@ -174,17 +177,14 @@ class Reconciler:
         if transition.offloads:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
+        self.prefetcher.pause()
         for participant in participants:
             try:
                 participant.prepare(transition)
             except Exception as error:
                 transition.errors.append(error)
         mover.begin(transition)
-        moves_failed = mover.move_as_far_as_possible(transition)
-        for failure in moves_failed:
-            if isinstance(failure, LostWritesError):
-                self.writes.count(failure)
-        transition.errors += moves_failed
+        transition.errors += mover.move_as_far_as_possible(transition)
         # a failed load may have brought one there
         self.left_behind = () if transition.is_there else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)
@@ -195,12 +195,13 @@ class Reconciler:
                 participant.finish(transition)
             except Exception as error:
                 transition.errors.append(error)
-        mover.end()
-        self._end_transition(num_moves)
+        try:
+            mover.end()
+            self._end_transition(num_moves)
+        except Exception as error:  # the device failed
+            transition.errors.append(error)
         if leaving is not None or not transition.is_there:
             transition.errors += mover.complete(self._handles.values())
-        if name == IDLE:
-            self.end_turn()
         return transition.errors
 
     def end_turn(self) -> None:
@@ -208,16 +209,20 @@ class Reconciler:
         outside every phase."""
         if self.turn is None or not self.turn.is_held:
             return
+        if self._mover.chunk_pool:  # kept to go back: the group's decision is unknown
+            return
         for handle in self._handles.values():
-            if handle.is_on_device and not handle.external:
+            is_lost_engine = handle.kind == "engine" and handle.broken is not None
+            if (handle.is_on_device or is_lost_engine) and not handle.external:
                 return
         self.trim()
         self.turn.give_back()
 
     def trim(self) -> None:
         """Return to the driver what torch's allocator has cached."""
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-            self._device.trim()
+        with suppress(Exception):  # a device that failed keeps no other manager waiting
+            if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+                self._device.trim()
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         handles = []

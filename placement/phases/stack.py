@@ -73,7 +73,11 @@ class PhaseStack:
         self._planner = self.reconciler.planner
         self.phases = OpenPhases(self._planner, self._handles, lambda: self.suspension.is_on)
         self.lock = TransitionLock(
-            device, vote, self._sweep, lambda: all(each.is_abandoned for each in self.phases.all)
+            device,
+            vote,
+            self._sweep,
+            self._end_turn,
+            lambda: all(each.is_abandoned for each in self.phases.all),
         )
         self.suspension = Suspension(self.lock, self.phases, self._handles, self._leave_the_device)
 
@@ -197,10 +201,12 @@ class PhaseStack:
                         if vote is None
                         else LeavingRanks(vote, f"leave {phase.name}", error),
                     )
-                except BaseException:  # an interrupt while leaving: finish leaving, then raise it
+                except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
-                    self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
-                    raise
+                    more = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
+                    if error is None or not isinstance(stopped, Exception):
+                        raise
+                    failures = [stopped, *more]  # notes on the user's own error
                 finally:
                     phases.all = others
             self._leave_abandoned()
@@ -315,6 +321,7 @@ class PhaseStack:
     def join(self, handle: Handle, agree: Agree | None = None) -> None:
         """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a
         replicated handle. If the move fails, the plans of the open phases are as before."""
+        handle.restored_by = partial(_restore, weakref.ref(self))
         phases = self.phases
         plans = [each.plan for each in phases.all]
         self.reconciler.take_in(handle)
@@ -330,15 +337,35 @@ class PhaseStack:
                 each.plan = plan
             raise
 
+    def restore(self, handle: Handle) -> None:
+        """See `Handle.restore`."""
+        with self.lock.transition():
+            holding = self.known(handle).holding
+            if holding is None:
+                return
+            if holding.on_device:
+                raise PhaseError(
+                    f"{handle.name!r} is {handle.state} in phase {self.phases.name!r} and cannot "
+                    "be restored: what its tensors hold on the device are its values. Restore it "
+                    "while it is offloaded"
+                )
+            self.reconciler.changes.look_at([handle])
+            holding.restore()
+            self.reconciler.changes.forget_replaced(handle.name)
+
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so
         that no plan has to know."""
         if self.suspension.is_on:
             raise PhaseError("the manager is suspended: nothing is loaded; call resume() first")
-        self.reconciler.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
-        self.reconciler.writes.raise_found()
         plan = self.phases.base_plan()
         named = {self.known(name).name for name in names}
+        changes = self.reconciler.changes
+        changes.look_everywhere(wait=True)  # gradients that were zeroed meanwhile stay zero
+        changes.raise_found()
+        for name in named:
+            if (holding := self._handles[name].holding) is not None:
+                holding.watch.require_whole()
         parts = {name: tags for name, tags in plan.parts.items() if name not in named}
         # whole, and not published from the host copy
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)
@@ -346,23 +373,17 @@ class PhaseStack:
             plan = plan.also(name, State.GPU_RESIDENT)
         if self.reconciler.turn is not None:
             self.reconciler.turn.take(self.phases.name)
-        try:
-            self.reconciler.carry_out_within(self.phases.name, plan)
-        finally:
-            if not self.phases.all:  # a load that failed has left nothing there
-                self.reconciler.end_turn()
+        self.reconciler.carry_out_within(self.phases.name, plan)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and
         plans of all open phases."""
-        self._look_for_writes(wait=False)
+        self._look_for_changes(wait=False)
         self.registry.remove(handle)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.phases.forget(handle.name)
         self.reconciler.measure()
-        if not self.phases.all:
-            self.reconciler.end_turn()
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
         return [
@@ -383,12 +404,12 @@ class PhaseStack:
             # last, so that after a failure the next phase transition does this again
             self._gone.popleft()
 
-    def _look_for_writes(self, *, wait: bool) -> None:
-        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase
-        transition raises what is found."""
+    def _look_for_changes(self, *, wait: bool) -> None:
+        """Look at offloaded handles before one is forgotten. The next phase transition raises what
+        is found."""
         # a broken device cannot answer, and values on the host can be handed back without it
         with suppress(Exception):
-            self.reconciler.writes.look(wait=wait)
+            self.reconciler.changes.look_everywhere(wait=wait)
 
     # --- outside every phase
 
@@ -414,7 +435,7 @@ class PhaseStack:
                     raise PhaseError(f"phase {self.phases.name!r} is open; leave it before close()")
                 if on_device:
                     self.bring(on_device)
-                self._look_for_writes(wait=True)
+                self._look_for_changes(wait=True)
                 failures: list[Exception] = []
                 for handle in sorted(
                     self._handles.values(), key=lambda each: each.kind != "optimizer"
@@ -426,12 +447,10 @@ class PhaseStack:
                 if failures:
                     _raise_all(failures)
                 self._device.close()
-                if self.reconciler.turn is not None:
-                    self.reconciler.turn.give_back()
                 self.lock.is_closed = True
                 self.suspension.end()
-                if (written := self.reconciler.writes.take()) is not None:
-                    logger.error("closed: %s", written)
+                if (found := self.reconciler.changes.take()) is not None:
+                    logger.error("closed: %s", found)
         finally:
             self.is_closing = False
 
@@ -457,6 +476,10 @@ class PhaseStack:
         if self._gone:
             self._forget_collected()
         self._leave_abandoned()
+
+    def _end_turn(self) -> None:
+        if not self.phases.all:
+            self.reconciler.end_turn()
 
     def _leave_abandoned(self) -> None:
         phases = self.phases
@@ -505,6 +528,11 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
                     living.reconciler.prefetcher.give_up(living.phases.name)
     except Exception as error:  # it would take the place of the allocator's own
         logger.warning("pages aside could not be given up: %s", str(error))
+
+
+def _restore(stack: weakref.ref[PhaseStack], handle: Handle) -> None:
+    if (living := stack()) is not None:
+        living.restore(handle)
 
 
 def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:

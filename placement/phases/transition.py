@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from placement.core.states import Plan, State
+from placement.core.states import Plan
 from placement.planning.planner import is_there
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
-from placement.storage.managed import ManagedStorage
 
 
 @dataclass(eq=False)
@@ -31,27 +31,28 @@ class Transition:
     decisions: list[str] = field(init=False)
     """The word for each handle under which the journal counts what the plan does with it: "keep",
     "load" or "offload"."""
-    loads: bool = field(init=False)  # whether a handle comes to the device
-    offloads: bool = field(init=False)  # whether a handle leaves the device
+    offloads: bool = False  # whether placement moves a handle off the device
     is_there: bool = field(init=False)
     """Whether every handle is where the plan wants it, so that no byte moves."""
     engines_left: bool = False  # whether engines have given memory up
     lacks_engines: bool = False  # whether engines of any rank are still to be loaded
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes of storages that leave which may stay aside, to be saved later."""
+    ahead: Ahead = NOTHING_AHEAD  # what is done for later transitions
 
     def __post_init__(self) -> None:
         self.is_there = is_there(self.handles, self.plan)
         self.decisions = ["keep"] * len(self.handles) if self.is_there else self._decide()
-        self.loads = "load" in self.decisions
-        self.offloads = "offload" in self.decisions
 
     def _decide(self) -> list[str]:
         decisions = []
         for handle in self.handles.values():
-            is_here = handle.state is not State.CPU_OFFLOADED and not handle.is_streaming
-            is_wanted = self.plan.on_device(handle.name)
-            decisions.append("keep" if is_here is is_wanted else "load" if is_wanted else "offload")
+            is_here, is_wanted = handle.is_on_device, self.plan.on_device(handle.name)
+            if is_here is is_wanted:
+                decisions.append("keep")
+            elif is_wanted:
+                decisions.append("load")
+            else:
+                decisions.append("offload")
+                self.offloads |= not handle.external
         return decisions
 
 
@@ -63,7 +64,7 @@ class Participant:
     """
 
     def prepare(self, transition: Transition) -> None:
-        """Get ready, before a handle moves. An error ends an entry: nothing has moved."""
+        """Get ready, before a handle moves. An error ends an entry."""
 
     def moved(self, transition: Transition) -> None:
         """Every handle has moved, and can still go back without new memory. An error makes an entry
@@ -73,5 +74,5 @@ class Participant:
         """Every handle is where it stays: nothing goes back any more."""
 
     def finish(self, transition: Transition) -> None:
-        """The memory that handles have given up is with the driver. After an error of an entry the
-        caller leaves the phase again."""
+        """Where engines are still to be loaded, the memory that handles have given up is with the
+        driver, on all ranks. After an error of an entry the caller leaves the phase again."""

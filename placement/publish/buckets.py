@@ -11,10 +11,10 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -151,12 +151,17 @@ class WeightInfo:
 
 
 Dtype = torch.dtype | str | None
-Cast = Dtype | Mapping[str, Dtype] | Callable[[str, WeightInfo], Dtype]
-"""One dtype for all weights that may be cast, one for each named weight, or a function of a
-weight's name and description."""
-Transform = Callable[[str, torch.Tensor], torch.Tensor | Sequence[tuple[str, torch.Tensor]]]
+Convert = Callable[[str, torch.Tensor], torch.Tensor]
 """A function of a weight's published name and full value, which returns what is published in its
 place."""
+
+
+class Described(NamedTuple):
+    """A weight to publish, the dtype to which it is cast, and what is announced of it."""
+
+    info: WeightInfo
+    weight: Weight
+    dtype: torch.dtype
 
 
 class Bucket(list[tuple[str, torch.Tensor]]):
@@ -198,71 +203,26 @@ Publisher = Any  # a `Handle`, whose room is above this one
 
 
 def weights_info(
-    handle: Publisher, *, dtype: Cast, adapters: Adapters, names: Names, transform: Transform | None
+    handle: Publisher, *, dtype: Dtype, adapters: Adapters, names: Names, convert: Convert | None
 ) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    announced = _announced(_to_publish(handle, adapters, names), dtype)
-    if transform is None:
-        return announced
-    pieces: list[tuple[str, torch.Tensor]] = []
-    seen: set[str] = set()
-    for info in announced:
-        try:
-            pieces += _transformed(
-                transform, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta"), seen
-            )
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"transform= cannot be run on {info.name!r} without values, on the meta device "
-                f"({error}); weights_info() needs that, weights() does not"
-            ) from error
-    return [WeightInfo(name, tuple(piece.shape), piece.dtype) for name, piece in pieces]
-
-
-def _transformed(
-    transform: Transform, name: str, value: torch.Tensor, seen: set[str]
-) -> Sequence[tuple[str, torch.Tensor]]:
-    """The pieces that the user's function makes of one weight, whose names are added to those seen.
-    TypeError: they are no such pieces."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = transform(name, value)
-    pieces = [(name, made)] if isinstance(made, torch.Tensor) else made
-    if not isinstance(pieces, list | tuple) or not all(
-        isinstance(each, tuple)
-        and len(each) == 2
-        and isinstance(each[0], str)
-        and isinstance(each[1], torch.Tensor)
-        for each in pieces
-    ):
-        raise TypeError(
-            f"transform= must return a tensor, or a list of (name, tensor); for {name!r} it "
-            f"returned {made!r:.200}"
-        )
-    for each, _ in pieces:
-        if each in seen:
-            raise ValueError(
-                f"transform= returned the name {each!r} twice: a receiver would take only one of "
-                "the two"
-            )
-        seen.add(each)
-    return pieces
+    found = _described(_to_publish(handle, adapters, names), dtype, convert)
+    return [described.info for described in found]
 
 
 def weights(
     handle: Publisher,
     *,
     bucket_bytes: int | str,
-    dtype: Cast,
+    dtype: Dtype,
     adapters: Adapters,
     names: Names,
-    transform: Transform | None,
+    convert: Convert | None,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    if transform is not None and not callable(transform):
-        raise TypeError(f"transform= is a function of (name, tensor), not {transform!r:.200}")
     nbytes = _checked_bytes(handle, bucket_bytes)
-    described = _described(handle, _to_publish(handle, adapters, names), dtype)
-    buckets = _buckets(handle, described, adapters, nbytes, transform, _times_begun(handle))
+    found = _publishable(handle, adapters, names, dtype, convert)
+    buckets = _buckets(handle, found, adapters, nbytes, convert, _times_begun(handle))
     return _noting_the_end(handle, buckets, adapters)
 
 
@@ -279,13 +239,13 @@ def weight_changes(
     *,
     since: int | None,
     bucket_bytes: int | str,
-    dtype: Cast,
+    dtype: Dtype,
     adapters: Adapters,
     names: Names,
 ) -> Iterator[Changes]:
     """See `Handle.weight_changes`."""
     nbytes = _checked_bytes(handle, bucket_bytes)
-    described = _described(handle, _to_publish(handle, adapters, names), dtype)
+    found = _publishable(handle, adapters, names, dtype, None)
     last = (
         handle.published
         if handle.published is not None and handle.published.version == since
@@ -293,7 +253,7 @@ def weight_changes(
     )
     with plainly():
         publication = Publication(
-            handle.storage, [(info.name, weight, info.dtype) for info, weight in described], last
+            handle.storage, [(each.info.name, each.weight, each.dtype) for each in found], last
         )
     buckets = _changes(handle, publication, nbytes, _times_begun(handle))
     return _noting_the_end(handle, buckets, adapters)
@@ -344,121 +304,110 @@ def _to_publish(handle: Publisher, adapters: Adapters, names: Names) -> list[tup
         return publishable(modules[0], handle.modules_adapter.frameworks, adapters, names)
 
 
-def _described(
-    handle: Publisher, found: list[tuple[str, Weight]], dtype: Cast
-) -> list[tuple[WeightInfo, Weight]]:
-    """Each weight with what is announced of it. Raises RegistrationError: one cannot be
-    published."""
+def _publishable(
+    handle: Publisher, adapters: Adapters, names: Names, dtype: Dtype, convert: Convert | None
+) -> list[Described]:
+    """Everything to publish. Raises RegistrationError: a weight cannot be published."""
+    found = _to_publish(handle, adapters, names)
     for root in handle.modules():
         check_publishable(root, handle.name, found)
-    return [
-        (info, weight) for info, (_, weight) in zip(_announced(found, dtype), found, strict=True)
-    ]
+    return _described(found, dtype, convert)
 
 
-def _announced(found: Sequence[tuple[str, Weight]], given: Cast) -> list[WeightInfo]:
-    """Each weight in the dtype that is published. Raises ValueError for an unknown name, and for a
-    cast that cannot be."""
-    own = {name: WeightInfo(name, tuple(weight.shape), weight.dtype) for name, weight in found}
-    wanted: Mapping[str, object]
-    if isinstance(given, Mapping):
-        if own and (unknown := [name for name in given if name not in own]):
-            raise ValueError(
-                f"dtype: {unknown[0]!r} is not the name of a published weight; weights_info() has "
-                "the names"
-            )
-        wanted = given
-    elif callable(given) and not isinstance(given, type):
-        wanted = {
-            name: given(name, info) for name, info in own.items() if info.dtype.is_floating_point
-        }
-    else:
-        _cast(WeightInfo("all weights", (), torch.get_default_dtype()), given)
-        wanted = {
-            name: given
-            for name, weight in found
-            if weight.dtype.is_floating_point and not weight.keeps_dtype
-        }
-    return [
-        _cast(own[name], wanted.get(name), is_wrapper=weight.is_wrapper) for name, weight in found
-    ]
-
-
-def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> WeightInfo:
+def _described(
+    found: Sequence[tuple[str, Weight]], dtype: Dtype, convert: Convert | None
+) -> list[Described]:
+    """Each weight with the dtype to which it is cast, and what is announced of it. Raises
+    ValueError: `dtype` is no floating-point dtype, or `convert` needs values."""
+    if convert is not None and not callable(convert):
+        raise TypeError(f"convert= is a function of (name, tensor), not {convert!r:.200}")
     try:
-        dtype = dtype_of(given) or info.dtype
+        wanted = dtype_of(dtype)
     except ValueError as error:
-        raise ValueError(f"dtype of {info.name!r}: {error}") from None
-    for each in (info.dtype, dtype) if dtype is not info.dtype else ():
-        if is_wrapper or is_scaled(each) or not each.is_floating_point:
-            how = (
-                ("stands for values only with its scales")
-                if is_wrapper or is_scaled(each)
-                else "is not floating-point"
-            )
-            raise ValueError(
-                f"dtype of {info.name!r}: {info.dtype} is not cast to {dtype}, because {each} "
-                f"{how}; write None to keep it"
-            )
-    return info if dtype is info.dtype else replace(info, dtype=dtype)
+        raise ValueError(f"dtype: {error}") from None
+    if wanted is not None and (is_scaled(wanted) or not wanted.is_floating_point):
+        raise ValueError(
+            f"dtype: weights are not cast to {wanted}, which stands for values only with scales or "
+            "is not floating-point. Quantise the tensors of each bucket, or write convert="
+        )
+    described = []
+    for name, weight in found:
+        is_cast = wanted and weight.dtype.is_floating_point and not weight.keeps_dtype
+        cast = wanted if wanted and is_cast else weight.dtype
+        info = WeightInfo(name, tuple(weight.shape), cast)
+        if convert is not None:
+            info = _converted_info(convert, info)
+        described.append(Described(info, weight, cast))
+    return described
+
+
+def _converted_info(convert: Convert, info: WeightInfo) -> WeightInfo:
+    try:
+        made = _converted(
+            convert, info.name, torch.empty(info.shape, dtype=info.dtype, device="meta")
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"convert= cannot be run on {info.name!r} without values, on the meta device "
+            f"({error}). Buckets are planned by the shapes and dtypes that it returns: change the "
+            "tensors of each bucket instead"
+        ) from error
+    return WeightInfo(info.name, tuple(made.shape), made.dtype)
+
+
+def _converted(convert: Convert, name: str, value: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        made = convert(name, value)
+    if not isinstance(made, torch.Tensor):
+        raise TypeError(f"convert= must return a tensor; for {name!r} it returned {made!r:.200}")
+    return made
 
 
 def _buckets(
     handle: Publisher,
-    found: list[tuple[WeightInfo, Weight]],
+    found: list[Described],
     adapters: Adapters,
     bucket_bytes: int,
-    transform: Transform | None,
+    convert: Convert | None,
     begun: int,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """One publishing of a handle's weights, in the sync that began as number `begun`."""
     waiting = deque(found)
-    # the transformed pieces of one weight that are in no bucket yet
-    pieces: deque[tuple[str, torch.Tensor]] = deque()
-    seen: set[str] = set()
-    known = [info for info, _ in found] if transform is None else ()
-    bucket, size = Bucket(0, adapters, known), 0
+    announced = [described.info for described in found]
+    bucket, size = Bucket(0, adapters, announced), 0
     reader = Reader(
         handle.modules_adapter.compute_device,
         handle.storage.read_host if handle.is_streaming else None,
     )
     ahead = ReadAhead(
         reader,
-        ((weight, info.dtype) for info, weight in waiting if handle.is_streaming),
+        ((each.weight, each.dtype) for each in waiting if handle.is_streaming),
         bucket_bytes,
     )
     try:
-        while waiting or pieces:
+        while waiting:
             _require_syncing(handle, begun)
-            if transform is not None and not pieces:
-                info, weight = waiting.popleft()
-                with plainly():
+            info, weight, dtype = waiting[0]
+            if bucket and size + _nbytes(info) > bucket_bytes:
+                yield bucket
+                bucket.end()
+                bucket, size = Bucket(bucket.number + 1, adapters, announced), 0
+                continue
+            waiting.popleft()
+            with plainly():
+                if not bucket or convert is not None:
                     ahead.fetch()
-                    value = weight.whole(reader, info.dtype)
-                ahead.used(_nbytes(info))
+                value = weight.whole(reader, dtype)
+            ahead.used(weight.shape.numel() * dtype.itemsize)
+            if convert is not None:
                 try:
-                    pieces.extend(_transformed(transform, info.name, value, seen))
+                    value = _converted(convert, info.name, value)
                 except Exception:
                     _take_part(handle, reader, waiting, begun)
                     raise
-                del value  # not kept while buckets of its pieces are out
-                continue
-            nbytes = pieces[0][1].nbytes if pieces else _nbytes(waiting[0][0])
-            if bucket and size + nbytes > bucket_bytes:
-                yield bucket
-                bucket.end()
-                bucket, size = Bucket(bucket.number + 1, adapters, known), 0
-                continue
-            if pieces:
-                bucket.append(pieces.popleft())
-            else:
-                info, weight = waiting.popleft()
-                with plainly():
-                    if not bucket:
-                        ahead.fetch()
-                    bucket.append((info.name, weight.whole(reader, info.dtype)))
-                ahead.used(nbytes)
-            size += nbytes
+            bucket.append((info.name, value))
+            del value  # the bucket alone keeps it
+            size += _nbytes(info)
         if bucket:
             bucket.is_last = True
             yield bucket  # the last one is not emptied, because nothing needs its memory
@@ -473,17 +422,15 @@ def _nbytes(info: WeightInfo) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def _take_part(
-    handle: Publisher, reader: Reader, waiting: Iterable[tuple[WeightInfo, Weight]], begun: int
-) -> None:
+def _take_part(handle: Publisher, reader: Reader, waiting: Iterable[Described], begun: int) -> None:
     """Take part in the remaining collectives after an early end on this rank, so that ranks that go
     on are not left waiting."""
-    for info, weight in waiting:
+    for _, weight, dtype in waiting:
         if handle.state is not State.SYNCING or begun != _times_begun(handle):
             break
         if weight.is_collective:
             with plainly():
-                weight.whole(reader, info.dtype)
+                weight.whole(reader, dtype)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

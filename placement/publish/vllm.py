@@ -17,7 +17,7 @@ import torch
 
 from placement.core.errors import PhaseError
 from placement.publish import buckets
-from placement.publish.buckets import Cast, Publisher, Transform
+from placement.publish.buckets import Convert, Dtype, Publisher
 from placement.publish.checkpoint_names import Names
 from placement.publish.lora import Adapters
 
@@ -33,8 +33,7 @@ class VllmWeightSource:
 
     Args:
         handle: the handle of the module to publish.
-        dtype, adapters, transform: as in `Handle.weights`. A `transform` has to run on the meta
-            device, because vLLM asks for names, dtypes and shapes before it reads values.
+        dtype, adapters, convert: as in `Handle.weights`.
         names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is
             for a module that is not of transformers 5, and has those names.
         bucket_bytes: as in `Handle.weights`: what is on the device beside the buffers of vLLM.
@@ -68,10 +67,10 @@ class VllmWeightSource:
         self,
         handle: Publisher,
         *,
-        dtype: Cast = None,
+        dtype: Dtype = None,
         adapters: Adapters = "merged",
         names: Names = "checkpoint",
-        transform: Transform | None = None,
+        convert: Convert | None = None,
         bucket_bytes: int | str = 64 << 20,
     ) -> None:
         self._handle, self._bucket_bytes = handle, bucket_bytes
@@ -79,7 +78,7 @@ class VllmWeightSource:
             "dtype": dtype,
             "adapters": adapters,
             "names": names,
-            "transform": transform,
+            "convert": convert,
         }
 
     def _described(self) -> list[Any]:

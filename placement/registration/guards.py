@@ -254,8 +254,7 @@ class LoadGuard(Guard):
             # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads. The error
             # below reports these writes, so the next phase transition must not report them again.
             holding.device.heal_poison()
-            holding.writes.found()  # the look whose writes are forgotten
-            holding.writes.forget()
+            holding.watch.forget_written()
             advice += (
                 ". The values that torch wrote before this error are lost, and every value is as "
                 "it was"
@@ -475,17 +474,15 @@ def install(handle: Handle, objects: Iterable[Any]) -> None:
     added to `handle.guards`."""
     # appended one by one: if one fails, `Registry.remove` finds every one
     hooks: list[Any] = handle.guards
-    owner, gathers = (
-        Guard(handle).handle,
-        handle.adapter is not None and handle.adapter.gathers is not None,
-    )
+    owner = Guard(handle).handle
+    gathers = handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
-    load_guard, guards = (
-        LoadGuard(handle),
-        dict.fromkeys((part for root in roots for part in root.modules()), PartGuard(handle)),
-    )
-    for part, guard in (guards | dict.fromkeys(roots, StateDictGuard(handle))).items():
+    load_guard = LoadGuard(handle)
+    parts = (part for root in roots for part in root.modules())
+    guards: dict[torch.nn.Module, StateDictGuard] = dict.fromkeys(parts, PartGuard(handle))
+    guards |= dict.fromkeys(roots, StateDictGuard(handle))
+    for part, guard in guards.items():
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
         hooks.append(part.register_state_dict_post_hook(guard))
         hooks.append(StateDictCall(owner, part, "state_dict"))

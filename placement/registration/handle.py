@@ -34,7 +34,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.scan import lasting_stray_references
 
 if TYPE_CHECKING:
-    from placement.publish.buckets import Cast, Transform, WeightInfo
+    from placement.publish.buckets import Convert, Dtype, WeightInfo
     from placement.publish.changes import Changes, Published
     from placement.publish.checkpoint_names import Names
     from placement.publish.lora import Adapters
@@ -131,6 +131,8 @@ class Handle:
         # return the name of the open phase, and the engines that generate. Set by the registry.
         self.phase_now: Callable[[], str] = str
         self.engines: Callable[[], Iterable[Handle]] = tuple
+        # restores the handle inside a phase transition of its own. Set when it has joined a manager
+        self.restored_by: Callable[[Handle], object] = lambda _: None
         # why the handle can go neither forward nor back; None while it is sound
         self.broken: str | None = None
         self.detached_at_registration = 0
@@ -306,13 +308,35 @@ class Handle:
             with no_initial_step() if is_unborn else nullcontext():
                 return target.state_dict()
 
+    def restore(self) -> None:
+        """Point every tensor of the offloaded object to its place again, with its registered value.
+
+        For a handle whose tensors were replaced while it was offloaded, which does not move before:
+        by `half()`, `to()`, `.data =`, `share_memory()`, or a new parameter. What the tensors of
+        now hold is dropped; `unregister()` keeps it instead. Tensors that were added stay. An
+        optimizer goes on stepping the parameter objects that it was given. What a framework dropped
+        stays dropped: the hooks that average gradients are gone where parameters changed dtype or
+        device, so wrap such a module anew, and register it again. Nothing happens if nothing was
+        replaced.
+
+            with manager.phase("rollout"):
+                actor_net.half()      # reads NaN: the actor is off the device
+            actor.restore()           # float32 again, with the values of before
+
+        Raises:
+            PhaseError: the object is on the device. What its tensors hold there are its values.
+            IntegrityError: the values were lost by an earlier failure.
+            RegistrationError: a tensor of now is on the meta device, or in another handle's memory.
+        """
+        self.restored_by(self)
+
     def weights_info(
         self,
         *,
-        dtype: Cast = None,
+        dtype: Dtype = None,
         adapters: Adapters = "merged",
         names: Names = "module",
-        transform: Transform | None = None,
+        convert: Convert | None = None,
     ) -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in
         the same order.
@@ -321,23 +345,22 @@ class Handle:
         is empty while the object is not built.
 
         Raises:
-            ValueError: an argument does not fit (see `weights`), or `transform` needs values: here
-                it gets tensors on the meta device.
+            ValueError, TypeError: an argument does not fit (see `weights`).
         """
         from placement.publish import buckets
 
         return buckets.weights_info(
-            self, dtype=dtype, adapters=adapters, names=names, transform=transform
+            self, dtype=dtype, adapters=adapters, names=names, convert=convert
         )
 
     def weights(
         self,
         *,
         bucket_bytes: int | str = 512 << 20,
-        dtype: Cast = None,
+        dtype: Dtype = None,
         adapters: Adapters = "merged",
         names: Names = "module",
-        transform: Transform | None = None,
+        convert: Convert | None = None,
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Publish the weights, unsharded and under their clean names: lists of (name, tensor),
         valid until the next iteration.
@@ -352,7 +375,7 @@ class Handle:
         most another tensor of the weight's size, and this rank's part of it if it is cut unevenly
         or along another dimension than the first. Merging adapters takes the tensors with which
         PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With
-        `transform`, what it needs and makes of one weight comes on top. Published from the host
+        `convert`, what it needs for one weight comes on top. Published from the host
         copy, the next bucket is there, too.
 
         Args:
@@ -361,9 +384,7 @@ class Handle:
             dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16");
                 None: they keep theirs. Not cast are buffers, what is stored quantised (float8,
                 packed) with the scales beside it, and what transformers keeps in float32
-                (`_keep_in_fp32_modules`). To decide by weight: a mapping from published names to
-                dtypes, in which a name that is left out keeps its dtype; or a function of (name,
-                `WeightInfo`), called for each floating-point weight, None to keep.
+                (`_keep_in_fp32_modules`).
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged
                 by PEFT, which leaves the model as it is. "separate": the active adapter alone,
                 under PEFT's names. "base": the base weights alone, under their own names.
@@ -372,10 +393,12 @@ class Handle:
                 rollout engines expect: one tensor an expert, where the module has the experts of a
                 layer in one parameter. Such a parameter takes up to two more of its size while its
                 parts are made.
-            transform: a function of a published name and its full value, called for one weight
-                after the other on every rank, after `dtype`, `adapters` and `names`. What it
-                returns is published in the weight's place: a tensor, or a list of (name, tensor)
-                such as a quantised value and its scales; an empty list leaves the weight out.
+            convert: a function of a published name and its full value, such as
+                `lambda name, tensor: tensor if "router" in name else tensor.bfloat16()`. The tensor
+                that it returns, of any shape and dtype, is published in the weight's place. It is
+                called after `dtype`, `adapters` and `names`, without gradients, for one weight
+                after the other on every rank. Before, it is called for each with a tensor on the
+                meta device, because buckets are planned by shapes and dtypes.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops
@@ -383,8 +406,8 @@ class Handle:
             RegistrationError: a weight cannot be published; the message says which one, and what to
                 do.
             ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is
-                no number of bytes, or `dtype` is no dtype, has a name that is not published, or
-                would cast what is stored quantised; `transform` returned something else.
+                no number of bytes, `dtype` is no floating-point dtype, or `convert` needs values or
+                returns something else than a tensor.
         """
         from placement.publish import buckets
 
@@ -394,7 +417,7 @@ class Handle:
             dtype=dtype,
             adapters=adapters,
             names=names,
-            transform=transform,
+            convert=convert,
         )
 
     def weight_changes(
@@ -402,7 +425,7 @@ class Handle:
         *,
         since: int | None,
         bucket_bytes: int | str = 512 << 20,
-        dtype: Cast = None,
+        dtype: Dtype = None,
         adapters: Adapters = "merged",
         names: Names = "module",
     ) -> Iterator[Changes]:

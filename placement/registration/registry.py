@@ -312,11 +312,10 @@ class Registry:
             id(other.holding): other for other in self.handles.values() if other.holding is not None
         }
         copies: list[torch.Tensor] = []
-        for index, parameter in enumerate(parameters := adapter.parameters()):
-            owner, advice = (
-                known.get(id(parameter)) or by_address.get(id(_holding_of(parameter))),
-                None,
-            )
+        parameters = adapter.parameters()
+        for index, parameter in enumerate(parameters):
+            owner = known.get(id(parameter)) or by_address.get(id(_holding_of(parameter)))
+            advice = None
             if owner is not None:
                 owners[owner.name] = owner
             elif any(id(parameter) in module.own_tensors() for module, _ in modules):
@@ -345,9 +344,7 @@ class Registry:
         ):
             adapter.take_copies(copies, copied[0])
         handle.owners = tuple(owners.values())
-        handle.detached_at_registration = len(parameters) - sum(
-            map(known.__contains__, map(id, parameters))
-        )
+        handle.detached_at_registration = sum(id(each) not in known for each in parameters)
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 

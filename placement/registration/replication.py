@@ -126,19 +126,20 @@ def _members(
     """The numbers in the group of the ranks of a process group, in the order of that, and the
     machine of each."""
     numbers = torch.distributed.get_process_group_ranks(process_group)
-    told = group.exchange_texts("members", json.dumps([process_group.rank(), numbers, _machine()]))
-    said = sorted(
-        (place, rank, machine)
-        for rank, (place, theirs, machine) in enumerate(map(json.loads, told))
-        if theirs == numbers
-    )
-    if [place for place, _, _ in said] != [*range(len(numbers))]:
+    mine = json.dumps([process_group.rank(), numbers, _machine()])
+    members = []
+    for rank, text in enumerate(group.exchange_texts("members", mine)):
+        place, their_numbers, machine = json.loads(text)
+        if their_numbers == numbers:
+            members.append((place, rank, machine))
+    members.sort()
+    if [place for place, _, _ in members] != [*range(len(numbers))]:
         raise RegistrationError(
-            f"{name!r}: of the {len(numbers)} ranks of its process group {len(said)} register it "
-            f"with that group in the manager's group of {group.world_size}; pass replicated=a "
+            f"{name!r}: of the {len(numbers)} ranks of its process group {len(members)} register "
+            f"it with that group in the manager's group of {group.world_size}; pass replicated=a "
             "process group of ranks that all do"
         )
-    return tuple(rank for _, rank, _ in said), [machine for _, _, machine in said]
+    return tuple(rank for _, rank, _ in members), [machine for _, _, machine in members]
 
 
 def _group_of(name: str, target: Any) -> Any:

@@ -202,8 +202,8 @@ def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
 
 
 def _refuse_poison(handle: Handle, found: Any) -> None:
-    """Raise NotResidentError if there is NaN among the computed values, but none in the host
-    copies: code has read past torch."""
+    """Raise NotResidentError if there is NaN among the computed values, but none in the object's:
+    code has read past torch."""
     handles = (handle, *handle.owners)
     computed = [
         (name, part)
@@ -211,14 +211,8 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
         for name, part in parts_of(value, path.lstrip("."))
         if has_bytes(part) and not any(each.storage.has_place(part) for each in handles)
     ]
-    wrong = [name for name, part in computed if has_nan(part, throughout=False)]
-    offloaded = [each for each in handles if each.adapter is not None and each.storage.is_on_host]
-    hosts = (
-        each.storage.read_host(item.tensor)
-        for each in offloaded
-        for item in each.adapter.owned()  # type: ignore[union-attr]
-    )
-    if wrong and not any(host is not None and has_nan(host, throughout=False) for host in hosts):
+    wrong = [name for name, part in computed if has_nan(part)]
+    if wrong and not any(_has_nan(each) for each in handles):
         raise NotResidentError(
             f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the "
             f"values it was computed from have none. {handle.name!r} is {handle.state} in phase "
@@ -226,6 +220,20 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
             "memory past torch (a kernel of its own, another thread). Ask for the state dict "
             "inside a phase that has it on the device."
         )
+
+
+def _has_nan(handle: Handle) -> bool:
+    """Whether the values of an offloaded handle have NaN. What was put beside its places is what
+    the user made it."""
+    if handle.adapter is None or not handle.storage.is_on_host:
+        return False
+    for owned in handle.adapter.owned():
+        tensor: torch.Tensor | None = owned.tensor
+        if handle.storage.has_place(owned.tensor):
+            tensor = handle.storage.read_host(owned.tensor)
+        if tensor is not None and has_nan(tensor):
+            return True
+    return False
 
 
 # --- reading the host copy

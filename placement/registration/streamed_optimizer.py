@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from placement.core.errors import PhaseError
+from placement.core.errors import IntegrityError, PhaseError
 from placement.core.interrupts import reference
 from placement.core.method_call import MethodCall
 from placement.core.modes import without_modes
@@ -42,6 +42,7 @@ from placement.storage.transfer.streamed import (
     first_chunks,
     window_of,
 )
+from placement.storage.writes import message
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
@@ -232,14 +233,16 @@ class StreamedOptimizer:
         return loss
 
     def _make_sound(self) -> None:
-        """Finish what an interrupted step has left, and report values that were written while they
-        were offloaded."""
+        """Finish what an interrupted step has left, and report what was done to the state while it
+        was offloaded."""
         holding, chunk_pool = self.storage, ChunkPool(self.storage.device)
         if self._adapter.follow_param_groups():
             holding.look_at_unborn()
         try:
             holding.make_consistent(chunk_pool)
-            holding.writes.new_unless_changed()
+            if changes := holding.watch.look():
+                raise IntegrityError(message(changes))
+            holding.watch.require_whole()
             holding.drop(holding.dead(), chunk_pool)
         finally:
             chunk_pool.release()

@@ -37,7 +37,7 @@ from placement.storage.scan import (
     uncounted,
 )
 from placement.storage.state_dicts import are_only_read, was_handed_out
-from placement.storage.writes import Gradients, WritesWhileOffloaded
+from placement.storage.writes import Gradients, Watch
 from placement.tensors.alive import Unadopted, storage_use_count
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 
@@ -121,8 +121,8 @@ class AdoptedStorage(Storage):
         return Gradients(self.adapter)
 
     @cached_property
-    def writes(self) -> WritesWhileOffloaded:
-        return WritesWhileOffloaded(self.scanner, self.gradients, self.device)
+    def watch(self) -> Watch:
+        return Watch(self.scanner)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -283,8 +283,14 @@ class AdoptedStorage(Storage):
         # relocated storages are in `found` already, by their addresses
         born = self.scanner.rescan()
         if not self.on_device:
-            return found + [
+            found += [
                 (adoptee.name, adoptee.nbytes) for adoptee in (*born.lasting, *born.transient)
+            ]
+            places, names = self.object_ranges.named_places(), {name for name, _ in found}
+            return found + [
+                (name, places[name].entry.nbytes)
+                for name in self.watch.replaced
+                if name not in names and name in places
             ]
         if self.adapter.kind == "optimizer":
             return found
@@ -300,9 +306,9 @@ class AdoptedStorage(Storage):
         """Count once the references that each storage has by right. Called when placement itself
         holds none of them."""
         if uncounted(self.ranges):
-            self.scanner.rescan()  # since the last look rebinding has given tensors another storage
-            # these storages have not been written yet
-            self.object_ranges.note_more_versions(self.scanner.versions)
+            # Since the last look rebinding has given tensors another storage, which has not been
+            # written yet.
+            self.object_ranges.note_more_versions(self.scanner.versions_now())
         count_uses(self.ranges)
 
     # --- the host copy
@@ -524,7 +530,7 @@ class AdoptedStorage(Storage):
         """Before a load: adopt tensors that came on another device while offloaded (PEFT adapters
         on the CPU). Returns their ranges."""
         before, here = self.ranges, list[Adoptee]()
-        born = self.writes.new_unless_changed()
+        born = self.scanner.rescan() if self.watch.has_new else Scan([], [], [])
         for transient, adoptees in ((False, born.lasting), (True, born.transient)):
             here += [each for each in adoptees if each.storage.device == self.device.torch_device]
             away = [each for each in adoptees if each.storage.device != self.device.torch_device]
@@ -533,9 +539,8 @@ class AdoptedStorage(Storage):
                 fresh.move_in()
         if len(self.ranges) > len(before):
             self.scanner.align_wrappers()
-            self.scanner.rescan()
             # the load may fail and be tried again
-            self.object_ranges.note_more_versions(self.scanner.versions)
+            self.object_ranges.note_more_versions(self.scanner.versions_now())
         self.unadopted = Unadopted.of([each.storage for each in here])
         self.look_at_unborn()
         return self.ranges[len(before) :]

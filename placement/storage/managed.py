@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -96,26 +95,26 @@ class ManagedStorage(AdoptedStorage):
         """Adopt state that has become the offloaded optimizer's own since its offload: modules have
         dropped it as their gradient."""
         if not self.on_device and self.is_consistent and self.adapter.lent_gradients():
-            # it stays on the device, and the next phase transition tries again
-            with suppress(HostMemoryError):
+            try:
                 self.adopt_restored()
+            except HostMemoryError:
+                # it stays on the device, and the next phase transition tries again
+                self.watch.expect(self.scanner.rescan())
 
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end
         of `make_consistent` the object may be in any state. If it raises because values are lost,
-        written or computed from poison, the move has not begun."""
+        or tensors were replaced while offloaded, the move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         if self.on_device:
             self._begin_offload(chunk_pool)
             return
         if dead := self.dead():
-            # Before the dead ranges are dropped: they may hold the only good values of tensors that
-            # were replaced.
-            self.writes.new_unless_changed()
-            dead = self.dead()
+            self.watch.scan()  # a dead range may have the values of tensors that were replaced
+        self.watch.require_whole()
         self.stage = Stage.BEGUN
         for r in self.ranges:
             r.pages.discard_unusable(chunk_pool)
@@ -144,7 +143,7 @@ class ManagedStorage(AdoptedStorage):
                 each.disown(live)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
-        slabs = [r.host for r in dead if r.transient and not r.is_shared]
+        slabs = [r.host for r in dead if r.transient]
         self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
@@ -255,7 +254,6 @@ class ManagedStorage(AdoptedStorage):
             if r.pages.prints is None or r.is_shown:
                 r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
-        self.state_dict_tensors.raise_written()
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
@@ -340,16 +338,8 @@ class ManagedStorage(AdoptedStorage):
         self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
         for r in self.ranges:
             r.move_in()
-        # take in what a streamed step has created, wherever it stopped
         if self.stage is Stage.STEPPING:
-            with without_modes():
-                if (fresh := self.adopt_created()) is not None:
-                    self.device.sync()
-                    self.set_ranges((*self.ranges, fresh))
-                    fresh.move_in()
-                self.scanner.rescan()
-                # the step has written the state
-                self.object_ranges.note_versions(self.scanner.versions)
+            self._take_in_created()
             self.stage = Stage.BEGUN
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
@@ -362,6 +352,18 @@ class ManagedStorage(AdoptedStorage):
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
+
+    def _take_in_created(self) -> None:
+        """Give state that a streamed step has created its place, wherever the step stopped."""
+        with without_modes():
+            if (fresh := self.adopt_created()) is not None:
+                self.device.sync()
+                self.set_ranges((*self.ranges, fresh))
+                fresh.move_in()
+            # state that lacks host memory stays in torch's
+            self.watch.expect(self.scanner.rescan())
+            # the step has written the state
+            self.object_ranges.note_versions(self.scanner.versions)
 
     def give_back_unused(self) -> None:
         """Give back the memory of dropped gradients, page by page."""
@@ -434,6 +436,14 @@ class ManagedStorage(AdoptedStorage):
         """Start the missing transfers of an incomplete load, once its phase transition is
         decided."""
 
+    def restore(self) -> None:
+        """See `Handle.restore`."""
+        if self.lost is not None:
+            raise IntegrityError(self.lost)
+        self.watch.restore()
+        self.count_uses()
+        self.look_at_unborn()
+
     # --- leaving
 
     def _ready_to_leave(self, *, is_repeated: bool) -> ChunkPool:
@@ -447,8 +457,6 @@ class ManagedStorage(AdoptedStorage):
                 r.pages.note_idle()
         if self.on_device and not is_repeated:
             self._have_back(chunk_pool)
-        if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
-            self.writes.put_back(self.scanner.rescan())
         if not self.on_device:
             for r in self.ranges:  # while the object can stay as it is, because the device may fail
                 r.pages.settle(Side.HOST, chunk_pool)

@@ -12,7 +12,6 @@ import bisect
 import itertools
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +22,7 @@ from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.memory import HostSlab
 from placement.storage.fingerprints import differing, fingerprints, used_bytes
-from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of, over
+from placement.storage.layout import Adoptee, Form, RangeLayout, chunk_sizes, form_of
 from placement.storage.pages import Pages
 from placement.tensors.alive import PlacedStorage, UnusedPages
 from placement.tensors.plain import Outline, Owned, is_wrapper
@@ -298,16 +297,6 @@ class Place(NamedTuple):
         """A new storage over the place on the device."""
         return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
 
-    def on_device(self) -> torch.Tensor:
-        """A tensor of the same form, over the place on the device."""
-        return over(self.home(), self.form)
-
-    def on_host(self) -> torch.Tensor:
-        """A tensor with the registered values, over the host copy."""
-        return over(
-            self.range.view(self.entry.offset, self.entry.nbytes).untyped_storage(), self.form
-        )
-
 
 class Versions(NamedTuple):
     """The version counters of an object's tensors at one look. Views share a counter, but a tensor
@@ -324,32 +313,16 @@ class Versions(NamedTuple):
         return Versions([key for key, _ in kept], [version for _, version in kept])
 
     def written_since(self, before: Versions) -> set[int]:
-        """The storages that were written since an earlier look. One that has got or lost a tensor
-        since is not compared."""
+        """The storages that were written since an earlier look: no write lowers a counter. A
+        storage that has got or lost a tensor since is not compared."""
         if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
-        now, known = self._by_storage(), before._by_storage()
-        changed = {
-            key: (versions, now.get(key, []))
-            for key, versions in known.items()
-            if now.get(key) != versions
-        }
-        # No write lowers a counter. Where one is lower, `.data` of several tensors has changed
-        # places, and a counter went with each.
-        is_moved = any(sum(versions) < sum(old) for old, versions in changed.values())
-        moved = (
-            Counter(version for old, _ in changed.values() for version in old)
-            if is_moved
-            else Counter()
-        )
-        pairs = [(key, old, new) for key, (old, new) in changed.items() if len(new) == len(old)]
-        # a counter that moved explains one, and no more
-        raised = Counter(version for _, _, new in pairs for version in new) - moved
-        return {
-            key
-            for key, old, new in pairs
-            if sum(new) > sum(old) and not raised.keys().isdisjoint(new)
-        }
+        now, written = self._by_storage(), set()
+        for key, versions in before._by_storage().items():
+            current = now.get(key, [])
+            if len(current) == len(versions) and sum(current) > sum(versions):
+                written.add(key)
+        return written
 
     def _by_storage(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -373,8 +346,6 @@ class ObjectRanges:
         self.versions = Versions()
         # whether values may be, though not gradients: tensors of a state dict share the counters
         self.may_be_written = False
-        # storages (`_cdata`) of NaN that were reported, once, and had no values to put back
-        self.told: dict[int, StorageWeakRef] = {}
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:
@@ -414,6 +385,24 @@ class ObjectRanges:
         """Forget all places, and note those where these tensors are now."""
         self._addresses, self._forms, self._outlines, self._other_names = {}, {}, {}, other_names
         self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
+
+    def note_unless_moved(
+        self, in_place: Sequence[Owned], other_names: Mapping[str, str]
+    ) -> list[str]:
+        """Note the places of now, unless a name has another place than noted. Returns such
+        names."""
+        noted = self._addresses, self._forms, self._outlines, self._other_names
+        self.note_places(in_place, other_names)
+        moved = []
+        for name, address in noted[0].items():
+            now = self._addresses.get(name)
+            if now is None and name in other_names:
+                now = self._addresses.get(other_names[name])
+            if now is not None and now != address:
+                moved.append(name)
+        if moved:
+            self._addresses, self._forms, self._outlines, self._other_names = noted
+        return moved
 
     def add_places(self, fresh: Range) -> None:
         """Add the places of the tensors that are about to move into a new range."""

@@ -192,7 +192,7 @@ class ReplicatedStorage(ManagedStorage):
                 return
             shared = r.host
             try:
-                own = self.device.host(r.nbytes)
+                own = self.scanner.new_slab(r.nbytes)
             except HostMemoryError as error:
                 error.add_note(
                     f"placement: ranks share the host copy of what is frozen in {self.name!r}, and "

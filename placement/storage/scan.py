@@ -244,11 +244,14 @@ class StorageScanner:
         finally:
             self.adapter.hands_back = before
 
-    def rescan(self, *, movable: bool = False) -> Scan:
+    def rescan(self, *, movable: bool = False, anew: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return
         the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can
-        be moved."""
+        be moved.
+        `anew`: look at every tensor, even if nothing has changed since the last look."""
+        if anew:
+            self._last = None
         ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
         last = self._last if self._last is not None and self._last[0] is ranges else None
         is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
@@ -301,19 +304,24 @@ class StorageScanner:
             walk.in_place,
         )
 
+    def versions_now(self) -> Versions:
+        """The counters of the adopted storages, as of a new look."""
+        self.rescan()
+        return self.versions
+
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
-        of each, and of each one's base."""
+        of each, and of each one's base, which autograd keeps with the view. A parameter that is
+        stepped is left out: its module counts it."""
         borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(borrowed.values())
-        # autograd keeps them with the views
         bases = {
             id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None
         }
-        stepped = {id(each) for each in self.adapter.stepped()} if bases else ()
+        stepped = {id(parameter) for parameter in self.adapter.stepped()} if bases else ()
         return [
-            StorageWeakRef(each.untyped_storage())
-            for key, each in (borrowed | bases).items()
+            StorageWeakRef(tensor.untyped_storage())
+            for key, tensor in (borrowed | bases).items()
             if key not in stepped
         ]
 

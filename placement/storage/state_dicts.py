@@ -4,32 +4,18 @@ into them is counted.
 A state dict's tensors alias the live ones, so after the next offload they would read poison.
 Instead, those that are still alive are pointed to the host copy when the bytes go there, and back
 to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its device is
-corrected. A forked child has neither memory: there such tensors raise at every use.
-
-Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look
-at it, and so does a backward, which must not use values that changed after its forward. A tensor
-over the host copy has a counter of its own, because a legitimate write there must be told from a
-wrong one into poison. So a load raises the counters of what was written.
-"""
+corrected. A forked child has neither memory."""
 
 from __future__ import annotations
 
-import bisect
-import gc
-import itertools
-import os
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.errors import IntegrityError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
-from placement.devices.poisoned import has_nan
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
 from placement.storage.range import ObjectRanges, Range
@@ -42,110 +28,11 @@ from placement.tensors.plain import (
     made_of,
     parts_of,
     rewrapped,
-    version_of,
 )
 
 are_only_read: ContextVar[bool] = ContextVar("are_only_read", default=False)
 """Whether the tensors that are handed out now are only read, and not for long: by a checkpoint that
 is being saved."""
-_Span = tuple[int, int]  # addresses in host memory, from the first up to the last (not included)
-
-
-class HostVersions:
-    """The version counters of everything that shows the host copy of one object."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[_Span, tuple[torch.Tensor, int]] = {}
-        """An empty tensor by the bytes that are shown, with the counter of the tensors over them,
-        and its version at the last load."""
-        self._wrappers: dict[
-            int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]
-        ] = {}
-        """Wrappers by identity, whose writes do not count in their parts; each with a tensor that
-        has only its counter, and its parts."""
-        # the bytes that were written through wrappers, as far as that has been noticed
-        self._written: set[_Span] = set()
-
-    def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
-        """Give a tensor the version counter of the bytes that it shows, which begins at the version
-        of the object's own tensor."""
-        with torch.inference_mode(False):
-            span = _span(host)
-            if span not in self._tensors:
-                self._tensors[span] = torch.empty(0, device="cpu"), version
-                torch._C._autograd._unsafe_set_version_counter(
-                    (self._tensors[span][0],), (version,)
-                )
-            counter, _ = self._tensors[span]
-            shown = counter.detach()
-            shown.data = host
-        return shown
-
-    def watch(self, wrapper: torch.Tensor) -> None:
-        """Count the writes through a new wrapper."""
-        if id(wrapper) in self._wrappers or len(self._wrappers) % 256 == 255:
-            self._forget_dead()
-        # a plain tensor instead of one more wrapper, which would keep the parts
-        with torch._C._DisableTorchDispatch():
-            counter = wrapper.detach()
-        self._wrappers[id(wrapper)] = (
-            weakref.ref(wrapper),
-            counter,
-            [_span(part) for _, part in parts_of(wrapper, "")],
-        )
-
-    def _forget_dead(self) -> None:
-        for key, (wrapper, counter, spans) in [*self._wrappers.items()]:
-            self._written.update(spans if counter._version else ())
-            if wrapper() is None or counter._version:
-                del self._wrappers[key]
-
-    def raise_written(self, adapter: Adapter, ranges: ObjectRanges, *, are_held: bool) -> None:
-        """Raise the counters of the object's tensors whose bytes in the host copy were written
-        since the last load.
-        `are_held`: whether anybody still has a tensor that shows the host copy, and may write
-        again."""
-        self._forget_dead()
-        counters = [*self._tensors.items()]
-        written, self._written = (
-            sorted(
-                self._written.union(
-                    s for s, (counter, noted) in counters if counter._version != noted
-                )
-            ),
-            set(),
-        )
-        if not are_held:
-            self._tensors, self._wrappers = {}, {}
-        if not written:
-            return
-        self._tensors.update(
-            (span, (counter, counter._version)) for span, (counter, _) in counters if are_held
-        )
-        starts, ends = (
-            [start for start, _ in written],
-            [*itertools.accumulate((end for _, end in written), max)],
-        )
-        for owned in adapter.owned():
-            if (place := ranges.find(owned.tensor)) is not None and not owned.tensor.is_inference():
-                to_host = (
-                    place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
-                )
-                first, last = _span(owned.tensor)
-                before = bisect.bisect_left(starts, last + to_host)
-                if before and ends[before - 1] > first + to_host:
-                    torch.autograd.graph.increment_version(
-                        owned.tensor if owned.wrapper is None else owned.wrapper
-                    )
-
-
-def _span(tensor: torch.Tensor) -> _Span:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
-    )
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * bool(
-        tensor.numel()
-    )
 
 
 class StateDictTensors:
@@ -160,7 +47,6 @@ class StateDictTensors:
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         # the storage over each address that was handed out, while anybody holds it
         self._storages: dict[int, StorageWeakRef] = {}
-        self._versions = HostVersions()
         # how often all tensors were pointed elsewhere, which may miss what is just handed out: see
         # `hand_out`
         self.num_pointings = 0
@@ -280,8 +166,6 @@ class StateDictTensors:
                 tensor, lambda part: self._hand_out_plain(part, from_host)
             ).requires_grad_(False)
         self._wrappers.add(shown)
-        if from_host:
-            self._versions.watch(shown)
         return shown
 
     def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
@@ -303,7 +187,7 @@ class StateDictTensors:
 
     def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, where its holder
-        may write from now on. None where it has no place. Raises IntegrityError: see `place_of`."""
+        may write from now on. None where it has no place."""
         if (place := self.place_of(tensor)) is None:
             return None
         host = self._over(tensor, *place)
@@ -312,9 +196,7 @@ class StateDictTensors:
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
         """The place of a plain tensor of the offloaded object, even if it was relocated. None where
-        it has no place.
-        Raises IntegrityError: the tensor was put in place of a registered one, with values computed
-        from poison."""
+        it has no place."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -324,38 +206,6 @@ class StateDictTensors:
         for r in self._ranges.all:
             if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
                 return r, entry.offset
-        if not tensor.dim() or not has_nan(tensor.detach(), throughout=True):
-            return None
-        names = (
-            owned.name
-            for owned in self._adapter.owned()
-            if owned.tensor.untyped_storage()._cdata == storage._cdata
-        )
-        # else a hook has just computed it: it belongs to nobody
-        if (name := next(names, None)) is not None:
-            # it has moved in just now, in another thread's transition
-            if (place := self._place_of(storage)) is not None:
-                return place
-            how, then = (
-                "replaced",
-                (
-                    "Its registered values are in the host copy and come back at the next phase "
-                    "that loads it."
-                ),
-            )
-            if name not in self._ranges.named_places():
-                how, then = (
-                    "added",
-                    (
-                        "It has no registered values and stays NaN until you give it values, or "
-                        "remove it."
-                    ),
-                )
-            raise IntegrityError(
-                f"{name} of {self._ranges.name!r} (shape {tuple(tensor.shape)}) was {how} while it "
-                "was offloaded, and was computed from poison (NaN), which offloaded tensors read: "
-                f"half(), to(), .data =, add_adapter(). {then}"
-            )
         return None
 
     def _place_of(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
@@ -373,12 +223,12 @@ class StateDictTensors:
 
     def _over(self, tensor: torch.Tensor, r: Range, offset: int) -> torch.Tensor:
         r.pages.wait_until_saved()  # also where a tensor over the place is alive already
-        host = self._at(
-            tensor,
-            r.host.address + offset,
-            lambda: r.view(offset, tensor.untyped_storage().nbytes()),
-        )
-        return self._versions.counting(host, version_of(tensor))
+        with torch.inference_mode(False):  # it must follow the handle later
+            return self._at(
+                tensor,
+                r.host.address + offset,
+                lambda: r.view(offset, tensor.untyped_storage().nbytes()),
+            )
 
     def note_all_shown(self) -> None:
         """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of
@@ -429,11 +279,6 @@ class StateDictTensors:
             if r.host.address + entry.offset in held
         ]
 
-    def raise_written(self) -> None:
-        """Raise the version counters of the object's tensors whose host copies were written since
-        the last load."""
-        self._versions.raise_written(self._adapter, self._ranges, are_held=self.are_held)
-
     def leave(self) -> None:
         """Give every living tensor memory of its own with its present values, on its present
         device, because the ranges are about to go."""
@@ -480,41 +325,3 @@ def _parts(wrapper: torch.Tensor) -> list[int]:
 
 
 _IN_USE: WeakIdSet[StateDictTensors] = WeakIdSet()
-
-
-class LeftInParent(torch.Tensor):
-    """The class that a tensor gets in a forked child, which does not have its memory. Every use
-    raises; a read would end the process."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: object, types: object, args: object = (), kwargs: object = None
-    ) -> NoReturn:
-        raise PlacementError(
-            "a tensor of a state dict lies in memory that belongs to a handle of process "
-            f"{os.getppid()}, and this forked child does not have it. Give the child copies that "
-            "were made before the fork: {name: value.clone() for name, value in state_dict.items()}"
-        )
-
-
-def _refuse_in_child() -> None:
-    lost = {
-        storage._cdata
-        for each in _IN_USE
-        for storage in (*each.shown(), *(tensor.untyped_storage() for tensor in each))
-    }
-    everything: list[Any] = gc.get_objects() if lost else []  # nobody knows the views
-    tensors: list[torch.Tensor] = [
-        found for found in everything if issubclass(type(found), torch.Tensor)
-    ]
-    for tensor in tensors:
-        if (
-            is_plain_type(type(tensor))
-            and has_storage(tensor)
-            and tensor.untyped_storage()._cdata in lost
-        ):
-            tensor.__class__ = LeftInParent
-    _IN_USE.clear()  # a child of this child has nothing more to lose
-
-
-os.register_at_fork(after_in_child=_refuse_in_child)

@@ -1,11 +1,9 @@
-"""The gradients of an object, and changes to its tensors while it is offloaded: written in place,
-replaced, added, moved to other memory.
+"""The gradients of an object, and what was done to its tensors while it is offloaded.
 
-Such values cannot be kept, because the host copy has the object's values. Writes in place show in
-version counters. `half()`, `to()`, `resize_token_embeddings()` or `.data =` read poison and put new
-tensors in place of the registered ones; poison spreads as NaN, so a NaN in a tensor that is new
-since the offload gives it away. `share_memory()` takes storages away from their places, with poison
-for values. All is reported once, and every registered tensor points to its place again.
+Tensors of an offloaded object lie over poison, and the host copy has their values. So a write in
+place changes no value. A tensor that was put in the place of a registered one, by `half()`, `to()`,
+`.data =` or `share_memory()`, lies elsewhere. All of this is found, and reported once by name.
+Nothing is undone before the user calls `restore`.
 
 A tensor is known by the name under which its object owns it, because nothing else of it may be
 left: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
@@ -14,76 +12,18 @@ left: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.errors import IntegrityError, PlacementError, listed
-from placement.devices.base import Device
-from placement.devices.poisoned import has_nan, is_poison
+from placement.core.errors import IntegrityError, listed
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Adoptee, Form, exchange, form_of, point
+from placement.storage.layout import Adoptee, exchange, form_of, point
 from placement.storage.range import Place, Range
-from placement.storage.scan import Relocated, Scan, StorageScanner, lent_gradients
-from placement.tensors.plain import Outline, dense_parts, is_sparse, parts_of, restore
-
-
-@dataclass(frozen=True, slots=True)
-class FoundChanges:
-    """The changes that were found in one offloaded object."""
-
-    # tensors that were computed from poison and put in place of registered ones
-    replaced: Sequence[Adoptee] = ()
-    # tensors that were computed from poison, under names that no registered tensor had
-    added: Sequence[Adoptee] = ()
-    gradients: Sequence[Adoptee] = ()
-    moved: Sequence[Adoptee] = ()  # storages that were taken away from their places
-    # words for what could not be undone, and what to do; None where everything could
-    lost: str | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.replaced or self.added or self.gradients or self.moved)
-
-    def message(self, name: str) -> str:
-        told = []
-        if self.moved:
-            told.append(
-                f"{_names(self.moved)} of {name!r} were moved to other memory while it was "
-                "offloaded (share_memory(), a torch.multiprocessing queue, resize_()). Whoever "
-                "received them got poison (NaN). They have their places and their registered "
-                "values again. Share memory before registering, or send copies of "
-                "handle.state_dict()."
-            )
-        if self.replaced:
-            told.append(
-                f"{_names(self.replaced)} of {name!r} were replaced while it was offloaded, by "
-                "tensors computed from poison (NaN), which offloaded tensors read: half(), to(), "
-                "resize_token_embeddings(), .data =. The registered values were put back. Do it "
-                "inside a phase that has it on the device, or before you register it."
-            )
-        if self.added:
-            told.append(
-                f"{_names(self.added)} were added to {name!r} while it was offloaded, and were "
-                "computed from poison (NaN), which offloaded tensors read: add_adapter(), "
-                "register_buffer(), a copy of a weight. They have no registered values and stay "
-                "NaN until you give them values or remove them; this is not raised again. Add them "
-                "inside a phase that has it on the device."
-            )
-        if self.gradients and not self.replaced:
-            told.append(
-                f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from "
-                "poison (NaN), which offloaded tensors read: a backward, or pruning, ran outside a "
-                "phase. Gradients were dropped, as by zero_grad(). Use manager.phase('train')."
-            )
-        return " ".join([*told, f"But {self.lost}."] if self.lost is not None else told)
-
-
-def _names(adoptees: Sequence[Adoptee]) -> str:
-    return listed([adoptee.name for adoptee in adoptees])
-
+from placement.storage.scan import Scan, StorageScanner, lent_gradients
+from placement.tensors.plain import dense_parts, is_sparse, restore
 
 # --- gradients
 
@@ -107,7 +47,7 @@ class Gradients:
 
     def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
         """The adoptees, among these transient ones, that hold anything but gradients."""
-        dead = self.tensors()
+        gradients = self.tensors()
         # A sparse gradient's parts are new objects at each access, so they are known by their
         # storages, which nothing else uses.
         owners = self._adapter.with_gradients()
@@ -119,32 +59,30 @@ class Gradients:
         ]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         lent = lent_gradients()
-
-        def is_more(each: Adoptee) -> bool:
-            return each.storage._cdata not in theirs and not all(
-                id(alias) in dead for alias in each.aliases
-            )
-
-        return [each for each in adoptees if each.storage._cdata in lent or is_more(each)]
+        more = []
+        for adoptee in adoptees:
+            storage = adoptee.storage._cdata
+            is_gradient = all(id(alias) in gradients for alias in adoptee.aliases)
+            if storage in lent or not (is_gradient or storage in theirs):
+                more.append(adoptee)
+        return more
 
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when
         gradients are dropped."""
         dead = self._adapter.lasting_gradients()
-        dead |= {
-            part.untyped_storage()._cdata
-            for part in self.tensors().values()
-            if part.layout is torch.strided
-        }
-        dead -= {
-            each.tensor.untyped_storage()._cdata
-            for each in self._adapter.owned()
-            if not each.transient
-        } | lent_gradients()
+        for part in self.tensors().values():
+            if part.layout is torch.strided:
+                dead.add(part.untyped_storage()._cdata)
+        for owned in self._adapter.owned():
+            if not owned.transient:  # a gradient may be a view of what lasts
+                dead.discard(owned.tensor.untyped_storage()._cdata)
+        dead -= lent_gradients()
         return tuple(
             r
             for r in among
-            if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed)
+            if r.transient
+            and all(entry.ref.expired() or entry.ref.cdata in dead for entry in r.placed)
         )
 
     def drop(self, *, zero_buffers: bool) -> None:
@@ -157,13 +95,6 @@ class Gradients:
             framework.drop_unreduced()
             for buffer in framework.gradient_buffers() if zero_buffers else ():
                 buffer.detach().zero_()
-
-    def drop_in(self, storages: Set[int]) -> None:
-        for owner in self._adapter.with_gradients():
-            if owner.grad is not None and any(
-                part.untyped_storage()._cdata in storages for _, part in dense_parts(owner.grad)
-            ):
-                owner.grad = None
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
         """Zero the host copies of the ranges that hold the framework's lasting buffers: they will
@@ -180,274 +111,190 @@ class Gradients:
         return staying
 
 
-# --- writes
+# --- changes
 
 
-class LostWritesError(IntegrityError):
-    """Raised by a load when version counters show that values were written in place while
-    offloaded. The host copy has the old ones."""
+class Change(NamedTuple):
+    """One change that was found in an offloaded handle."""
 
-    def __init__(self, name: str, names: Sequence[str], also: str) -> None:
-        super().__init__(
-            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only "
-            "poison lies behind its tensors; the written values are lost, and the handle's values "
-            "are unchanged. Look for writes outside the phases that have it on the device (EMA "
-            f"updates, initialisers).{also and ' '}{also}"
-        )
+    handle: str | None  # None: it cannot be told which handle's memory was written
+    tensor: str
+    how: Literal["written", "in a written page", "added", "replaced"]
 
 
-class WritesWhileOffloaded:
-    """The changes to one object's tensors since its offload, as far as version counters, poison and
-    addresses tell."""
+_LOOK_FOR = (
+    "The written values are lost, and the handle's are unchanged. Look for writes outside the "
+    "phases that have it on the device (EMA updates, initialisers, clipped or unscaled gradients, "
+    "late collectives)."
+)
+_TEXTS = {
+    "written": "{names} of {handle!r} were written while it was offloaded. " + _LOOK_FOR,
+    "in a written page": (
+        "Something wrote into the memory pages of {names} of {handle!r} while it was offloaded. "
+    )
+    + _LOOK_FOR,
+    "added": (
+        "{names} were added to {handle!r} while it was offloaded. They are the handle's from now "
+        "on, and stay as they are: NaN where they were computed from its tensors. Add them inside "
+        "a phase that has it on the device."
+    ),
+    "replaced": (
+        "{names} of {handle!r} were replaced while it was offloaded (half(), to(), .data =, "
+        "share_memory(), a new parameter). The handle stays as it is, and does not move: "
+        "handle.restore() points its tensors to their places again, with the registered values; "
+        "manager.unregister({handle!r}) lets it go with the new ones. Do such things inside a "
+        "phase that has it on the device, or before you register it."
+    ),
+}
 
-    def __init__(self, scanner: StorageScanner, gradients: Gradients, device: Device) -> None:
+
+def message(changes: Iterable[Change]) -> str:
+    """The text of the error about these changes."""
+    names: dict[tuple[str, str | None], list[str]] = {}
+    for change in changes:
+        names.setdefault((change.how, change.handle), []).append(change.tensor)
+    texts = []
+    for (how, handle), tensors in names.items():
+        if handle is None:
+            texts.append(
+                "Something wrote into offloaded memory, and it cannot be told which handle's it "
+                f"is. {_LOOK_FOR}"
+            )
+        else:
+            texts.append(_TEXTS[how].format(names=listed([*dict.fromkeys(tensors)]), handle=handle))
+    return " ".join(texts)
+
+
+class Watch:
+    """Finds what was done to the tensors of one object since its offload, as far as version
+    counters and addresses tell."""
+
+    def __init__(self, scanner: StorageScanner) -> None:
         self._scanner = scanner
         self._ranges = scanner.ranges
-        self._gradients = gradients
-        self._device = device
+        # names of tensors that others lie in the place of. While there are any, nothing moves.
+        self.replaced: tuple[str, ...] = ()
+        # whether the last look found storages that have no place, or failed
+        self.has_new = False
+        # storages (`_cdata`) without a place that need not be reported
+        self._known: dict[int, StorageWeakRef] = {}
 
-    def found(self) -> list[str]:
-        """Names of the storages that were written in place since the offload, without gradients, as
-        far as version counters tell."""
-        self._scanner.rescan()
-        return self._written(transient=False)
-
-    def take_gradients(self) -> list[str]:
-        """Names of the gradients that were written since, other than by `zero_grad()` (see
-        `ZeroCall`). They are not reported again."""
-        if not any(r.transient and r.is_alive for r in self._ranges.all):
-            return []
-        # an object whose tensors cannot be listed: a load or an audit reports that itself
-        with suppress(PlacementError):
-            self._scanner.rescan()
-        if names := self._written(transient=True):
-            values = {
-                entry.ref.cdata for r in self._ranges.all if not r.transient for entry in r.placed
-            }
-            self._ranges.versions = self._scanner.versions.but(self._ranges.versions, among=values)
-        return names
-
-    def _written(self, *, transient: bool) -> list[str]:
-        is_asked = transient or not self._ranges.may_be_written
-        written = self._scanner.versions.written_since(self._ranges.versions) if is_asked else ()
-        ranges = [r for r in self._ranges.all if r.transient is transient] if written else []
-        return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
-
-    def forget(self) -> None:
-        """Do not report again the writes that the last look has found."""
-        self._ranges.versions = self._scanner.versions
-
-    def new_unless_changed(self) -> Scan:
-        """The new storages of the offloaded object. If registered tensors were changed, this is
-        undone as far as possible, and raised."""
-        scanner = self._scanner
-        born = scanner.rescan()
-        names = self._written(transient=False)
-        changes = self.put_back(born)
-        if not changes and not names:
-            scanner.note_places(born)  # two tensors may have changed places
-            return born
-        message = changes.message(scanner.name)
-        scanner.ranges.told |= {
-            adoptee.storage._cdata: StorageWeakRef(adoptee.storage)
-            for adoptee in (*changes.added, *changes.gradients)
-        }
-        del born, changes  # so that an error that somebody keeps does not keep tensors
-        # the tensors that were put back have other storages now, which were never counted
-        scanner.rescan()
-        self.forget()
-        if names:
-            raise LostWritesError(scanner.name, names, message)
-        raise IntegrityError(message)
-
-    def put_back(self, born: Scan) -> FoundChanges:
-        """Undo changes to registered tensors of the offloaded object, and return them. Gradients
-        are put back only together with replaced values. Those that changed alone come from a
-        backward, and are dropped."""
-        if not born:
-            return FoundChanges()
-        scanner = self._scanner
-        places = scanner.ranges.named_places()
-        every = scanner.ranges.places(scanner.ranges.all) | places  # gradients, too
-        self._bring_back(born.relocated, every)
-        told = scanner.ranges.told
-        stay = [
-            c
-            for c in born.lasting
-            if c.storage._cdata not in told or any(owned.name in places for owned in c.owned)
+    def look(self) -> list[Change]:
+        """The changes since the last look. None of them is returned again."""
+        before, scan = self.replaced, self.scan()
+        name, replaced = self._scanner.name, set(self.replaced)
+        # a counter goes with its tensor to another place
+        changes = [
+            Change(name, each, "written") for each in self._written() if each not in replaced
         ]
-        # a graph's tensor in an attribute is told, not dropped
-        transient = [c for c in born.transient if c.storage._cdata not in told]
-        changes = replace(
-            _computed_from_poison(stay, transient, places),
-            moved=[each.adoptee for each in born.relocated],
-        )
-        if changes.replaced:
-            gradients = [
-                adoptee
-                for adoptee in changes.gradients
-                if any(owned.name in every for owned in adoptee.owned)
-            ]
-            if self._put_back([*changes.replaced, *gradients], every, scanner.ranges.outlines()):
-                changes = replace(
-                    changes,
-                    lost=next(
-                        filter(
-                            None, (each.lost_by_conversion for each in scanner.adapter.frameworks)
-                        ),
-                        None,
-                    ),
-                )
-            scanner.align_wrappers()
-            _renew_empty(scanner.adapter.with_gradients())
-            for framework in scanner.adapter.frameworks:
-                framework.follow_parameters()
-        if changes.gradients:
-            self._gradients.drop_in({adoptee.storage._cdata for adoptee in transient})
-        if changes:
-            scanner.state_dict_tensors.point_to_host()
+        outside = [
+            *(relocated.adoptee for relocated in scan.relocated),
+            *scan.lasting,
+            *scan.transient,
+        ]
+        for adoptee in outside:
+            if adoptee.storage._cdata not in self._known:
+                names = [owned.name for owned in adoptee.owned]
+                changes += [Change(name, each, "added") for each in names if each not in replaced]
+        self._know(outside)
+        changes += [Change(name, each, "replaced") for each in self.replaced if each not in before]
         return changes
 
-    def _put_back(
-        self,
-        adoptees: Sequence[Adoptee],
-        places: Mapping[str, Place],
-        outlines: Mapping[str, Outline],
-    ) -> bool:
-        """Give the tensors of these adoptees their places and forms again. Returns whether any of
-        them had got another dtype or device."""
-        converted = False
-        for adoptee in adoptees:
-            for tensor, place, form in _targets(adoptee, places):
-                converted = (
-                    converted
-                    or tensor.dtype is not form[0]
-                    or tensor.device != self._device.torch_device
-                )
-                if (home := place.entry.storage()) is None:
-                    home = place.home()
-                    place.range.replace(place.entry, home)
-                point(tensor, home, form)
-        # Gradients first: a wrapper refuses a gradient of another dtype than its own.
-        for owned in sorted(
-            (owned for adoptee in adoptees for owned in adoptee.owned),
-            key=lambda owned: not owned.transient,
-        ):
-            if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
-                restore(owned.wrapper, known)
-        return converted
+    def scan(self) -> Scan:
+        """Look at the tensors, and note which were replaced."""
+        self.has_new = True  # until the look has ended without an error
+        scan = self._scanner.rescan(anew=bool(self.replaced))
+        self.has_new = bool(scan)
+        replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
+        replaced += _names_in(scan.lasting, self._ranges.named_places())
+        if replaced:  # half() and to() convert gradients, too
+            replaced += _names_in(scan.transient, self._ranges.places(self._ranges.all))
+        if not replaced and scan.in_place is not None:
+            # two tensors may have changed places, or one may lie in the place of another, too
+            others = self._scanner.adapter.other_names()
+            replaced = self._ranges.note_unless_moved(scan.in_place, others)
+        self.replaced = tuple(replaced)
+        return scan
 
-    def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
-        """Point relocated storages to their places again. The bytes of the other memory are
-        dropped."""
-        for r, entry, adoptee in relocated:
+    def _written(self) -> list[str]:
+        """Names of the storages that were written in place since the last look."""
+        before, self._ranges.versions = self._ranges.versions, self._scanner.versions
+        written = self._scanner.versions.written_since(before)
+        names = []
+        for r in self._ranges.all if written else ():
+            if r.transient or not self._ranges.may_be_written:
+                names += [entry.name for entry in r.placed if entry.ref.cdata in written]
+        return names
+
+    def expect(self, scan: Scan) -> None:
+        """Do not report these storages: placement itself has left them where they are."""
+        self._know((*scan.lasting, *scan.transient))
+
+    def _know(self, adoptees: Iterable[Adoptee]) -> None:
+        living = {key: alive for key, alive in self._known.items() if not alive.expired()}
+        for adoptee in adoptees:
+            living[adoptee.storage._cdata] = StorageWeakRef(adoptee.storage)
+        self._known = living
+
+    def forget_written(self) -> None:
+        """Do not report what was written in place until now."""
+        self._ranges.versions = self._scanner.versions_now()
+
+    def require_whole(self) -> None:
+        """Raise IntegrityError if tensors were replaced, as far as the last look has found."""
+        if self.replaced:
+            name = self._scanner.name
+            raise IntegrityError(message(Change(name, each, "replaced") for each in self.replaced))
+
+    # --- restoring
+
+    def restore(self) -> None:
+        """After a look, point every tensor to its place again, in its registered form. What the
+        tensors of now hold is dropped. A tensor whose name has no place stays as it is. So does one
+        tensor that lies under several names."""
+        scan = self._scanner.rescan(anew=True)
+        places = self._ranges.places(self._ranges.all)
+        outside = [*scan.lasting, *scan.transient]
+        for r, entry, adoptee in scan.relocated:
+            outside.append(adoptee)
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
             else:
                 r.replace(entry, home)
-            known = {
-                id(owned.tensor): places[owned.name].form
-                for owned in adoptee.owned
-                if owned.name in places
-            }
             for tensor in (*adoptee.bases, *adoptee.aliases):
-                form = known.get(id(tensor), form_of(tensor))
-                if (
-                    form != form_of(tensor)
-                    or tensor.untyped_storage().data_ptr() != home.data_ptr()
-                ):
-                    point(tensor, home, form)
+                if tensor.untyped_storage().data_ptr() != home.data_ptr():
+                    point(tensor, home, form_of(tensor))
+        # two that were exchanged are in places, though not in their own
+        tensors = [*(scan.in_place or ())]
+        for adoptee in outside:
+            tensors += adoptee.owned
+        names = {*self.replaced} & places.keys()
+        replaced = [owned for owned in tensors if owned.name in names]
+        for owned in replaced:
+            _point_home(owned.tensor, places[owned.name])
+        # gradients first: a wrapper refuses a gradient of another dtype than its own
+        outlines = self._ranges.outlines()
+        for owned in sorted(replaced, key=lambda owned: not owned.transient):
+            if owned.wrapper is not None and owned.name in outlines:
+                restore(owned.wrapper, outlines[owned.name])
+        self._scanner.align_wrappers()
+        self._scanner.state_dict_tensors.point_to_host()
+        self._scanner.note_places(self._scanner.rescan(anew=True))
+        self.replaced = ()
+        self.forget_written()
 
 
-def _computed_from_poison(
-    stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]
-) -> FoundChanges:
-    """Find out which of these tensors, all new since the offload, were computed from poison. The
-    transient ones are gradients."""
-    placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
-    # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be
-    # memory that is still to be filled.
-    values = [c for c in stay if has_nan(c.aliases[0].detach(), throughout=not placed[id(c)])]
-    gradients = [c for c in transient if has_nan(c.aliases[0].detach(), throughout=False)]
-    # Integers have no NaN. They were copied from poison if they hold only its numbers and are
-    # weights, or came together with a NaN.
-    values += [
-        c
-        for c in stay
-        if placed[id(c)]
-        and (values or isinstance(c.aliases[0], torch.nn.Parameter))
-        and is_poison(c.aliases[0].detach())
-    ]
-    # a tensor with its registered values, such as padding of zeros, or of another dtype, was
-    # replaced by the same call
-    if values:
-        known = {id(adoptee) for adoptee in values}
-        values += [
-            c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)
-        ]
-    return FoundChanges(
-        [c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients
-    )
+def _names_in(adoptees: Iterable[Adoptee], places: Mapping[str, Place]) -> list[str]:
+    """The names of these tensors that have a place."""
+    names = [owned.name for adoptee in adoptees for owned in adoptee.owned]
+    return [name for name in names if name in places]
 
 
-def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
-    """Whether the adoptee can be put back without losing anything: every tensor has its registered
-    values. One of another dtype was converted from what a wrong write had left in its place."""
-    for owned in adoptee.owned:
-        if (place := places.get(owned.name)) is None:
-            return False
-        if owned.tensor.dtype is not place.form[0]:
-            continue
-        registered, now = place.on_host(), owned.tensor.detach()
-        if now.size() != registered.size() or not torch.equal(
-            now.cpu().to(registered.dtype), registered
-        ):
-            return False
-    return True
-
-
-def _renew_empty(owners: Iterable[torch.Tensor]) -> None:
-    """Give gradients without an element on this rank, which have no place, the dtype of their
-    owners again."""
-    for owner in owners:
-        gradient = owner.grad
-        if (
-            gradient is not None
-            and gradient.dtype is not owner.dtype
-            and not any(part.numel() for _, part in parts_of(gradient, ""))
-        ):
-            owner.grad = None
-            owner.grad = torch.zeros_like(owner)
-
-
-def _targets(
-    adoptee: Adoptee, places: Mapping[str, Place]
-) -> list[tuple[torch.Tensor, Place, Form]]:
-    """Every tensor of an adoptee, its place and its form. One without a name goes where the named
-    one of the same form goes."""
-    named = [(owned.tensor, places[owned.name]) for owned in adoptee.owned if owned.name in places]
-    done = {id(tensor) for tensor, _ in named}
-    by_form = {form_of(tensor): place for tensor, place in named}
-    first, place = named[0]
-    targets = [(tensor, place, place.form) for tensor, place in named]
-    for tensor in (*adoptee.bases, *adoptee.aliases):
-        if id(tensor) not in done:
-            same = by_form.get(form_of(tensor))
-            targets.append(
-                (tensor, place, _translated(tensor, first.dtype, place))
-                if same is None
-                else (tensor, same, same.form)
-            )
-    return targets
-
-
-def _translated(tensor: torch.Tensor, dtype: torch.dtype, place: Place) -> Form:
-    """The form that an unknown tensor gets at a place, in the dtype that belongs there. It gets no
-    elements if the place is too small."""
-    now, offset, size, stride = form_of(tensor)
-    wanted = place.form[0] if now == dtype else now
-    end = offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if not tensor.numel() or end * wanted.itemsize > place.entry.nbytes:
-        return wanted, 0, torch.Size((0,)), (1,)
-    return wanted, offset, size, stride
+def _point_home(tensor: torch.Tensor, place: Place) -> None:
+    home = place.entry.storage()
+    if home is None:  # the tensors that lay there have died
+        home = place.home()
+        place.range.replace(place.entry, home)
+    if tensor.untyped_storage()._cdata != home._cdata or form_of(tensor) != place.form:
+        point(tensor, home, place.form)

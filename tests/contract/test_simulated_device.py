@@ -294,6 +294,22 @@ def test_processes_share_one_capacity_and_a_killed_one_leaves_nothing(tmp_path: 
     os.close(writer)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_forked_child_drops_is_still_held(tmp_path: Path) -> None:
+    shared = tmp_path / "capacity"
+    devices = [make(shared_with=shared)]
+    chunks = [devices[0].create(SIZE)]
+
+    def child() -> int:
+        chunks.clear()
+        devices.clear()
+        gc.collect()
+        return 0
+
+    assert exit_code(child) == 0
+    assert make(shared_with=shared).memory().free_bytes == 7 * SIZE
+
+
 def test_devices_of_one_process_share_too_and_give_back(tmp_path: Path) -> None:
     shared = tmp_path / "capacity"
     first, second = make(shared_with=shared), make(shared_with=shared)

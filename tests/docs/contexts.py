@@ -125,11 +125,20 @@ def worker(tools: Tools) -> Iterator[Names]:
 
 @context
 def manager(tools: Tools) -> Iterator[Names]:
-    """A manager with an actor, and the actor's module."""
+    """A manager with an actor and its optimizer, and a step of training."""
     made = placement.Manager(device=simulated())
     model = _linear()
-    names: Names = {"placement": placement, "torch": torch, "manager": made, "model": model}
+    optimizer = torch.optim.AdamW(model.parameters())
+    names: Names = {
+        "placement": placement,
+        "torch": torch,
+        "manager": made,
+        "model": model,
+        "batch": torch.ones(4, WIDTH),
+        "update": lambda batch: _update(model, optimizer, batch),
+    }
     names["actor"] = made.register("actor", model, role="actor")
+    made.register("actor.optimizer", optimizer)
     yield names
     made.check_integrity()
     assert_nothing_resident(made)
@@ -292,19 +301,6 @@ def vllm(tools: Tools) -> Iterator[Names]:
         assert_nothing_resident(names["manager"])
     finally:
         server.close()
-
-
-@context
-def own_engine(tools: Tools) -> Iterator[Names]:
-    """The engine that the block defines is registered, and goes through a phase."""
-    names: Names = {"placement": placement}
-    yield names
-    made = placement.Manager(device=simulated())
-    engine = names["MyEngine"](verify="answer")
-    handle = made.register("rollout", engine, role="rollout")
-    with made.phase("rollout"):
-        assert handle.state is placement.State.GPU_RESIDENT
-    assert handle.state is placement.State.CPU_OFFLOADED
 
 
 @context

@@ -1,4 +1,4 @@
-"""Every Python block of README and of the pages runs, as docs/writing.md says."""
+"""Every Python block of README and of the pages runs, as CONTRIBUTING.md says."""
 
 from __future__ import annotations
 

@@ -422,7 +422,8 @@ def test_an_optimizer_of_an_engines_parameters_has_the_engine_as_its_owner() -> 
         engine.module(batch()).square().mean().backward()
         optimizer.step()
     assert manager.audit().ok
-    engine.module = net()
+    with manager.phase("rollout"):
+        engine.module = net()
     with manager.phase("rollout"):
         pass
     assert any("no longer has" in finding.detail for finding in manager.audit().findings)

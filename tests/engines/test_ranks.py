@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,19 @@ class EngineRank:
     """A rank with its actor, as a thread. Rank 0 leads the engine."""
 
     def __init__(
-        self, folder: Path, store: dist.Store, barrier: threading.Barrier, rank: int
+        self,
+        folder: Path,
+        store: dist.Store,
+        barrier: threading.Barrier,
+        rank: int,
+        second: type[StoreGroup] = Slow,
     ) -> None:
         self.engine = Spanning(str(folder)) if rank == 0 else Follower(tag_bytes=TAGS)
         barrier.wait()
         device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=folder / f"device{rank}")
         self.manager = Manager(
             device=device,
-            group=(StoreGroup if rank == 0 else Slow)(store, rank, 2, 10.0),
+            group=(StoreGroup if rank == 0 else second)(store, rank, 2, 10.0),
             budget_bytes=CAPACITY,
         )
         self.handle = self.manager.register("rollout", self.engine, role="rollout")
@@ -129,6 +135,38 @@ class EngineRank:
 def on_both(folder: Path, body: Callable[[EngineRank], Any]) -> list[Any]:
     store, barrier = dist.HashStore(), threading.Barrier(2)
     return on_all(range(2), lambda rank: body(EngineRank(folder, store, barrier, rank)))
+
+
+def test_the_engine_comes_only_when_every_rank_has_returned_its_memory(tmp_path: Path) -> None:
+    """Rank 1 goes on from the proposal to load engines when the engine has answered."""
+    has_answered = threading.Event()
+
+    class Held(StoreGroup):
+        def propose(self, action: str, *args: Any, **keywords: Any) -> Any:
+            basis = super().propose(action, *args, **keywords)
+            if action == "load engines":
+                has_answered.wait(10)
+            return basis
+
+    def load(engine: Spanning, tags: Collection[str]) -> None:
+        try:
+            Spanning.load(engine, tags)
+        finally:
+            has_answered.set()
+
+    store, barrier = dist.HashStore(), threading.Barrier(2)
+
+    def publish_and_roll_out(number: int) -> frozenset[str]:
+        rank = EngineRank(tmp_path, store, barrier, number, Held)
+        if isinstance(rank.engine, Spanning):
+            rank.engine.load = partial(load, rank.engine)  # type: ignore[method-assign]
+        with rank.manager.phase("weight_sync") as step:
+            rank.publish()
+            has_answered.clear()
+            step.switch("rollout")
+            return rank.handle.storage.resident_tags
+
+    assert on_all(range(2), publish_and_roll_out) == [frozenset(TAGS)] * 2
 
 
 def test_no_rank_is_ahead_of_the_engine(tmp_path: Path) -> None:

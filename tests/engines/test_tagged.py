@@ -119,6 +119,17 @@ def test_weights_that_it_says_were_not_filled_are_not_valid(
     assert "admit" in engine.calls
 
 
+def test_an_engine_of_a_lazy_moves_although_the_lazy_says_no_kind(shared: Path) -> None:
+    engine = Own(shared)
+    manager, _, handle = beside(placement.Lazy(lambda: engine), shared)
+    with manager.phase("weight_sync") as step:
+        engine.weights_filled()
+        step.switch("rollout")
+        assert engine.residency.resident_tags == {"weights", "kv_cache"}
+    assert handle.state is State.CPU_OFFLOADED
+    assert_nothing_resident(manager)
+
+
 @pytest.mark.leaves_behind("nobody knows what the engine holds")
 def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
     engine, manager, _ = own(shared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Any
 
@@ -376,7 +375,7 @@ def test_two_hundred_cycles_leave_no_byte_behind(engine: Engine) -> None:
 
 def test_the_versions_of_the_page_are_those_that_are_tested() -> None:
     page = (DOCS / "engines.md").read_text(encoding="utf-8")
-    assert tuple(re.findall(r"^\| (0\.\d+\.\d+) \|", page, re.MULTILINE)) == VLLM
+    assert f"Tested with vLLM {', '.join(VLLM)}." in page
 
 
 # --- the plug-in

@@ -276,9 +276,13 @@ def test_weights_are_made_on_one_stream_and_used_on_those_that_ask(
     actor = manager.register("actor", model, role="actor")
     made: list[Stream] = []
     used: list[Stream] = []
-    source: Any = VllmWeightSource(
-        actor, names="module", transform=lambda _, tensor: made.append(Stream.current) or tensor
-    )
+
+    def convert(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            made.append(Stream.current)
+        return tensor
+
+    source: Any = VllmWeightSource(actor, names="module", convert=convert)
     Stream.current, second = first, _ = Stream(), Stream()
     accelerator = {
         "is_available": lambda: True,

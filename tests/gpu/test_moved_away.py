@@ -78,7 +78,7 @@ def _data(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [_to_cpu, _half, _data])
-def test_what_is_converted_while_offloaded_comes_back_to_its_address(
+def test_what_is_converted_while_offloaded_is_restored_to_its_address(
     manager: placement.Manager, change: Callable[[nn.Module], None]
 ) -> None:
     model = _model()
@@ -86,16 +86,17 @@ def test_what_is_converted_while_offloaded_comes_back_to_its_address(
     optimizer, plain_optimizer = (
         torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)
     )
-    manager.register("actor", model, role="actor")
+    actor = manager.register("actor", model, role="actor")
     manager.register("actor.optimizer", optimizer)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     for step in range(3):
         change(model)
         with (
-            pytest.raises(placement.IntegrityError, match="The registered values were put back"),
+            pytest.raises(placement.IntegrityError, match="of 'actor' were replaced"),
             manager.phase("train"),
         ):
             pass
+        actor.restore()
         assert [
             (parameter.data_ptr(), parameter.device.type) for parameter in model.parameters()
         ] == [(each, "cuda") for each in addresses]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -376,6 +377,19 @@ def test_what_one_rank_writes_into_a_state_dict_is_its_own(generation: int, take
     assert rank.frozen.is_shared == (rank.rank == 1)
     assert len(rank.warnings()) == (rank.rank == 0)
     rank.end()
+
+
+@on_ranks("two_ranks")
+def test_a_copy_of_its_own_is_in_a_file_where_host_memory_is_full(generation: int) -> None:
+    with TemporaryDirectory() as folder:
+        rank = Tuning(generation, host_limit_bytes=1, disk_directory=folder)
+        rank.step()
+        tuned_worker.change_frozen(rank)
+        assert not rank.frozen.is_shared
+        assert rank.frozen.host.file_bytes
+        rank.step()
+        rank.look()
+        rank.end()
 
 
 @on_ranks("two_ranks")

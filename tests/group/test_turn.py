@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from placement import Manager, PlacementError, PolicyError, State
-from placement.core.errors import DeviceMemoryError, GroupError
+from placement.core.errors import DeviceMemoryError, EngineLost, GroupError
 from placement.devices.memory import DeviceMemory
+from placement.engines.tagged import TaggedEngine
 from placement.group import StoreGroup
 from placement.group import turn as turns
 from placement.group.turn import Turn
@@ -247,6 +248,19 @@ def test_a_turn_is_of_the_outermost_phase(sharer: Sharer) -> None:
     assert not sharer.has_turn
 
 
+def test_a_phase_that_is_called_idle_keeps_the_turn_while_it_is_open(sharer: Sharer) -> None:
+    manager = sharer.manager
+    with manager.phase("train"), manager.phase("idle"):
+        with manager.phase("log_prob"):
+            pass
+        assert sharer.has_turn
+        sharer.device.fail("create", at=1)
+        with pytest.raises(DeviceMemoryError, match="injected"), manager.phase("log_prob"):
+            raise AssertionError("entered")
+        assert sharer.has_turn
+    assert not sharer.has_turn
+
+
 def test_an_entry_that_fails_gives_the_turn_back(sharer: Sharer) -> None:
     sharer.device.fail("create", at=3)
     with pytest.raises(DeviceMemoryError, match="injected"), sharer.manager.phase("log_prob"):
@@ -283,6 +297,41 @@ def test_what_cannot_be_offloaded_keeps_the_turn(tmp_path: Path) -> None:
     with sharer.manager.phase("log_prob"):
         assert sharer.actor.weight.numpy(force=True).tobytes() == after
     sharer.manager.close()
+
+
+class Silent(TaggedEngine):
+    """An engine that does not answer when it is to load."""
+
+    def load(self, tags: Collection[str]) -> None:
+        raise EngineLost("no answer")
+
+    def drain(self) -> None: ...
+    def offload(self, tags: Collection[str]) -> None: ...
+    def admit(self) -> None: ...
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None: ...
+
+
+def test_an_engine_that_does_not_answer_keeps_the_turn(sharer: Sharer) -> None:
+    """It may have the memory by now."""
+    engine = Silent(
+        tags=["weights"], tag_bytes={"weights": CHUNK}, offloaded=["weights"], verify="answer"
+    )
+    sharer.manager.register("rollout", engine, role="rollout")
+    with pytest.raises(EngineLost), sharer.manager.phase("rollout"):
+        raise AssertionError("entered")
+    assert sharer.has_turn
+    sharer.manager.unregister("rollout")
+    assert not sharer.has_turn
+
+
+def test_a_device_that_fails_does_not_keep_the_turn(tmp_path: Path) -> None:
+    device = Caching(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    manager = Manager(device=device, turns=str(tmp_path / "turns"))
+    with pytest.raises(RuntimeError, match="illegal access"), manager.phase("rollout"):
+        device.error = RuntimeError("illegal access")
+    assert not turn_of(manager).is_held
+    device.error = None
+    manager.close()
 
 
 def test_a_kept_handle_keeps_the_turn_until_the_next_phase_has_ended(sharer: Sharer) -> None:
@@ -361,8 +410,11 @@ class Caching(SimulatedDevice):
     """A device whose torch keeps what it has freed, as on a GPU."""
 
     cached_bytes = 0
+    error: Exception | None = None
 
     def memory(self) -> DeviceMemory:
+        if self.error is not None:
+            raise self.error
         real = super().memory()
         return DeviceMemory(
             total_bytes=real.total_bytes,
@@ -422,6 +474,8 @@ def test_a_rank_that_waits_in_vain_says_so_before_the_others_give_up(tmp_path: P
     group = StoreGroup(dist.HashStore(), 0, 1, 10.0)
     sharer = Sharer(str(tmp_path), group=group, turn_deadline_seconds=600.0)
     assert turn_of(sharer.manager).deadline_seconds == 9.0
+    sharer.manager.rejoin(StoreGroup(dist.HashStore(), 0, 1, 5.0))
+    assert turn_of(sharer.manager).deadline_seconds == 4.5
     sharer.manager.close()
 
 

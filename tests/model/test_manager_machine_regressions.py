@@ -31,7 +31,8 @@ def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_regist
     manager, _ = manager_on()
     net = Plain()
     actor = manager.register("actor", net, role="actor")
-    net.lora = torch.nn.Parameter(torch.ones(3))
+    with manager.phase("log_prob"):
+        net.lora = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([net.lora], lr=1.0)
     assert manager.register("optimizer", optimizer).owners == (actor,)
     with manager.phase("train"):

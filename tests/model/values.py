@@ -23,6 +23,11 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "copy_ of poison": lambda tensor: tensor.data.copy_(tensor.detach().clone()),
 }
 """Into offloaded memory. All but the first leave the bytes of float32 poison as they were."""
+REPLACES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: setattr(tensor, "data", torch.ones_like(tensor)),
+    "half": lambda tensor: setattr(tensor, "data", tensor.data.half()),
+    "share": lambda tensor: tensor.untyped_storage().share_memory_(),
+}
 Wanted = Callable[[Shadow], bool]
 
 
@@ -228,6 +233,8 @@ class Values(World):
     @about(is_module, may_change)
     def add_parameter(self, shadow: Shadow) -> None:
         """As LoRA does, in every state."""
+        if is_off(shadow):
+            self.unreported.add(shadow.handle.name)
         added = torch.nn.Parameter(torch.randn(3, 5))
         shadow.object.register_parameter(f"lora_{len(shadow.object._parameters)}", added)
         for optimizer in shadow.optimizers:
@@ -269,6 +276,39 @@ class Values(World):
             with torch.no_grad():
                 WRITES[way if tensor.is_floating_point() else "fill_"](tensor)
             self.was_written = True
+
+    @about(is_off, way=st.sampled_from(sorted(REPLACES)), phase=st.sampled_from(["train", None]))
+    def replace_offloaded(self, shadow: Shadow, way: str, phase: str | None) -> None:
+        """A phase that needs it is refused; `restore` brings everything back."""
+        holding = shadow.handle.holding
+        placed = [
+            each
+            for each in shadow.tensors().values()
+            if each.is_leaf
+            and each.numel()
+            and each.is_floating_point()
+            and each.dim()
+            and holding.read_host(each) is not None
+            and holding.has_place(each)
+        ]
+        if not placed or self.was_written or shadow.handle.name in self.unreported:
+            return
+        with torch.no_grad():
+            REPLACES[way](placed[0])
+        assert any(each.handle == shadow.handle.name for each in self.manager.audit().findings)
+        self.unreported.add(shadow.handle.name)
+        if phase is not None and len(self.levels) < 4:
+            self.armed = None
+            context = self.manager.phase(phase)
+            self.open(phase, None, context, context.__enter__)
+            assert not shadow.handle.is_on_device
+        shadow.handle.restore()
+        self.unreported.discard(shadow.handle.name)
+        assert not [
+            finding
+            for finding in self.manager.audit().findings
+            if finding.handle == shadow.handle.name and finding.what == "drift"
+        ]
 
     @rule()
     def audit(self) -> None:

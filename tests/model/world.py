@@ -62,6 +62,9 @@ class World(RuleBasedStateMachine):
         """False after a fault at an exit, until the next phase transition has made it good."""
         self.was_written = False
         """Something wrote into offloaded memory since the last phase transition."""
+        self.unreported: set[str] = set()
+        """Handles to which tensors were added, or of which tensors were replaced, while they were
+        offloaded."""
         self.armed: tuple[str, int] | None = None
         self.orphans: list[tuple[Any, bytes]] = []
         """Tensors of state dicts whose handle is gone, and the last values that they had."""
@@ -146,12 +149,12 @@ class World(RuleBasedStateMachine):
                 self.is_settled = self.is_settled and not exits
                 return exits
             # where a load at an exit finds the write, it is a note on its error
-            told = [str(error), *getattr(error, "__notes__", [])]
-            if (
-                expected
-                and isinstance(error, IntegrityError)
-                and any("wrote into" in each for each in told)
-            ):
+            told = " ".join([str(error), *getattr(error, "__notes__", [])])
+            reported = {name for name in self.unreported if repr(name) in told}
+            is_written = "The written values are lost" in told
+            if isinstance(error, IntegrityError) and (reported or expected):
+                assert is_written is expected, told
+                self.unreported -= reported
                 return exits
             if (
                 "is readonly, but" in str(error)
@@ -166,6 +169,8 @@ class World(RuleBasedStateMachine):
             assert not expected, (
                 "a write into offloaded memory was not found at the phase transition"
             )
+            for name in self.unreported:
+                assert not self.on_device(name), f"what was added to {name!r} was not reported"
             if self.device.fired == fired and moves:
                 self.is_settled = True
             return True

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from placement import Manager, NotResidentError
+from placement import IntegrityError, Manager, NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.frameworks import needs
@@ -82,8 +82,8 @@ def build() -> training.Program:
 def story(
     phase: Callable[[str], AbstractContextManager[Any]],
 ) -> Iterator[tuple[Any, Any, bytes | None]]:
-    """A program whose adapters are added, switched, disabled and deleted between phases. Yields
-    model, optimizer and last loss."""
+    """A program whose adapters are added in a phase, and switched, disabled and deleted between
+    phases. Yields model, optimizer and last loss."""
     torch.manual_seed(0)
     model = adapted(save_head=True)
     adam = torch.optim.AdamW(trained(model), lr=1e-2)
@@ -107,7 +107,8 @@ def story(
 
     for number in range(3):
         yield run("train", learn, number)
-    model.add_adapter("second", config())
+    with phase("log_prob"):
+        model.add_adapter("second", config())
     yield run("log_prob", look, 3)
     model.set_adapter("second")
     adam.add_param_group({"params": trained(model), "lr": 3e-2})
@@ -140,7 +141,7 @@ def test_steps_of_lora_under_fsdp2(two_ranks: Ranks) -> None:
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
-def test_adapters_that_are_added_switched_disabled_and_deleted_between_phases() -> None:
+def test_adapters_that_are_added_switched_disabled_and_deleted() -> None:
     """The story plain and under a manager."""
     plain = [(values(model, adam), loss) for model, adam, loss in story(lambda _: nullcontext())]
     manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES))
@@ -541,6 +542,8 @@ def test_an_adapter_made_by_a_decomposition_is_refused_before_anything_changed(
     names = list(model.state_dict())
     if init in (True, "gaussian"):
         model.add_adapter("more", peft.LoraConfig(r=4, init_lora_weights=init, **_Q))
+        with pytest.raises(IntegrityError, match="were added to"), manager.phase("log_prob"):
+            pass
     else:
         with pytest.raises(
             NotResidentError,

@@ -84,35 +84,6 @@ def test_what_hooks_compute_of_sharded_parameters() -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
 @on_ranks("two_ranks")
-def test_a_load_raises_the_counters_of_what_was_written(kind: str) -> None:
-    """The counters of parameters: raised by a load where a shard was written in the host copy,
-    through the wrapper or its part."""
-    program = build(kind)
-    manager = program.manager
-
-    def now() -> dict[str, int]:
-        with manager.phase("log_prob"):
-            return {name: each._version for name, each in program.model.named_parameters()}
-
-    first, *others = before = now()
-    program.model.state_dict()
-    assert now() == before
-    for write in (
-        lambda shown: shown.mul_(2),
-        lambda shown: [part.mul_(2) for _, part in local_parts(shown)],
-    ):
-        shown = program.model.state_dict()[first]
-        is_empty = not any(part.numel() for _, part in local_parts(shown))
-        write(shown)
-        del shown
-        after = now()
-        assert is_empty or after[first] == before[first] + 1
-        assert [after[name] for name in others] == [before[name] for name in others]
-        before = after
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
-@on_ranks("two_ranks")
 def test_a_held_state_dict_follows_a_sharded_handle(kind: str) -> None:
     """State dicts taken in one state and held through all others: the same objects, with what the
     object has by then."""

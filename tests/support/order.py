@@ -41,7 +41,7 @@ _TOGETHER = {
         "tests/sharded/test_publish_frameworks.py",
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
-        "tests/sharded/test_put_back.py",
+        "tests/sharded/test_restore.py",
     ),
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",

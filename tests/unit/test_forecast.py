@@ -363,6 +363,19 @@ def test_an_optimizer_whose_step_needs_values_is_refused() -> None:
         placement.forecast(register)
 
 
+def test_a_worker_registers_with_the_keywords_of_a_manager() -> None:
+    def register(run: Run) -> None:
+        actor, ref, moved = mlp(), mlp(), mlp()
+        run.register("actor", actor, role="actor")
+        run.register("sgd", torch.optim.SGD(actor.parameters()), owner="actor")
+        run.register("ref", ref, role="ref", readonly=True, replicated=True)
+        run.register("moved", moved, role="critic", external=True)
+
+    told = placement.forecast(register)
+    host = {handle.name: handle.host_bytes for handle in told.handles}
+    assert host["ref"] == host["actor"] > host["moved"] == 0
+
+
 def test_a_handles_name_and_role_are_checked_as_a_manager_does() -> None:
     with pytest.raises(placement.RegistrationError, match="role 'judge' is none of actor"):
         placement.forecast(lambda run: run.register("judge", mlp(), role="judge"))

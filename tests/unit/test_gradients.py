@@ -183,8 +183,8 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
     """One flat buffer behind all gradients, as data parallel wrappers keep it."""
     worker = dropping()
     flat = torch.zeros(sum(p.numel() for p in worker.net.parameters()))
-    worker.net.flat = flat  # type: ignore[assignment]
     with worker.manager.phase("train"):
+        worker.net.flat = flat  # type: ignore[assignment]
         for p, piece in zip(
             worker.net.parameters(),
             flat.split([p.numel() for p in worker.net.parameters()]),

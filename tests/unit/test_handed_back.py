@@ -112,8 +112,8 @@ def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(
     expected = values(model[1])
     manager.register("actor", model, role="actor")
     head, row = model[1], model[1].weight.detach()[3]
-    model[1] = nn.Linear(32, 32)
     with manager.phase("log_prob"):
+        model[1] = nn.Linear(32, 32)
         model(torch.ones(1, 32))
         if loads_back:
             model.load_state_dict(model.state_dict(), assign=True)

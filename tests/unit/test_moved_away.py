@@ -1,9 +1,9 @@
 """Storages whose pointer was changed behind placement's back: `share_memory()`, a queue to another
 process, a resize.
 
-torch moves such a storage in place, and so it no longer lies where it belongs. No value is lost by
-it and none becomes NaN: the next phase transition says so, once. What was moved while offloaded is
-where it was; what was moved on the device gets a new place.
+torch moves such a storage in place, and so it no longer lies where it belongs. The next phase
+transition says so. A handle whose tensors were replaced or moved while it was offloaded does not
+move until `restore()` or `unregister()`; what was moved on the device gets a new place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from torch import nn
 from torch.ao import quantization
 from torch.nn.utils import prune
 
-from placement import IntegrityError, RegistrationError, checkpoint
+from placement import (
+    IntegrityError,
+    NotResidentError,
+    PhaseError,
+    RegistrationError,
+    checkpoint,
+)
 from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
@@ -65,25 +71,22 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> W
 
 
 @pytest.mark.parametrize("way", MOVES)
-def test_storages_moved_while_offloaded_come_back(worker: Worker, way: str) -> None:
-    move = MOVES[way]
+def test_storages_moved_while_offloaded_are_restored(worker: Worker, way: str) -> None:
     wanted, addresses = copy.deepcopy(worker.net.state_dict()), _addresses(worker)
     forms = [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()]
     for _ in range(2):
-        move(worker.net)
+        MOVES[way](worker.net)
         if way != "enlarge":  # a state dict needs the bytes that belong to the tensors
             assert_same(dict(worker.net.state_dict()), dict(wanted))
         assert not worker.manager.audit().ok
-        with pytest.raises(IntegrityError) as caught, worker.manager.phase("log_prob"):
-            pass
-        for part in (
-            "0.weight",
-            "'actor'",
-            ("moved to other memory while it was offloaded"),
-            ("Share memory before registering"),
+        with (
+            pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' were replaced"),
+            worker.manager.phase("log_prob"),
         ):
-            assert part in str(caught.value)
-        assert_nothing_resident(worker.manager)
+            pass
+        assert not worker.actor.resident_bytes
+        worker.actor.restore()
+        assert worker.manager.audit().ok, worker.manager.audit().report
         assert_same(dict(worker.net.state_dict()), dict(wanted))
         with worker.manager.phase("log_prob"):
             assert_same(dict(worker.net.state_dict()), dict(wanted))
@@ -93,9 +96,55 @@ def test_storages_moved_while_offloaded_come_back(worker: Worker, way: str) -> N
             (each.dtype, each.size(), each.stride()) for each in worker.net.parameters()
         ] == forms
         assert_nothing_resident(worker.manager)
-    move(worker.net)
     worker.manager.close()
     assert_same(dict(worker.net.state_dict()), dict(wanted))
+
+
+def test_other_handles_go_on_without_one_whose_tensors_were_replaced() -> None:
+    worker = trained()
+    manager = worker.manager
+    wanted = copy.deepcopy(worker.net.state_dict())
+    with manager.phase("train"):
+        with (
+            pytest.raises(IntegrityError, match="'actor' were replaced"),
+            manager.phase("values"),
+        ):
+            worker.net.half()
+        # the phase around wants it back, and goes on without it
+        assert not worker.actor.is_on_device
+        assert worker.critic.is_on_device
+        with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'train'"):
+            worker.net(batch())
+        late = net()
+        manager.register("late", late)
+    assert not worker.actor.resident_bytes
+    with manager.phase("values") as phase:
+        moved = list(manager.journal)
+        with pytest.raises(IntegrityError, match=r"'actor' were replaced.*restore\(\)"):
+            phase.switch("log_prob")
+        assert list(manager.journal) == moved, "a byte has moved before the refusal"
+        assert worker.critic.is_on_device
+        worker.actor.restore()
+        phase.switch("log_prob")
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert_nothing_resident(manager)
+
+
+def test_a_handle_that_leaves_keeps_what_was_put_in_place_and_gets_the_rest() -> None:
+    worker = trained()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    wanted["0.weight"] = torch.full((32, 64), 3.0)
+    worker.net[0].weight.data = wanted["0.weight"].clone()
+    worker.manager.unregister("actor.optimizer")
+    worker.manager.unregister("actor")
+    assert_same(dict(worker.net.state_dict()), dict(wanted))
+    with (
+        pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were replaced"),
+        worker.manager.phase("values"),
+    ):
+        pass
+    with worker.manager.phase("values"):
+        pass
 
 
 @pytest.mark.parametrize("way", ["share", "share one storage"])
@@ -131,11 +180,8 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     taken = worker.net.state_dict()
     wanted = copy.deepcopy(taken)
     worker.net.share_memory()
-    with (
-        pytest.raises(IntegrityError, match="moved to other memory"),
-        worker.manager.phase("log_prob"),
-    ):
-        pass
+    assert_same(dict(taken), dict(wanted))
+    worker.actor.restore()
     assert_same(dict(taken), dict(wanted))
     worker.manager.enter("log_prob")
     worker.net.share_memory()
@@ -242,20 +288,20 @@ def test_every_tensor_gets_its_own_form_back(
     model = Cut(sizes, dtype)
     wanted = copy.deepcopy(model.state_dict())
     manager = make_manager()
-    manager.register("actor", model, role="actor")
+    actor = manager.register("actor", model, role="actor")
     before = forms()
     for way in ways:
         REPLACES[way](model)
         with (
-            pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"),
+            pytest.raises(IntegrityError, match="'actor' were replaced"),
             manager.phase("log_prob"),
         ):
             pass
+        actor.restore()
         assert forms() == before
         with manager.phase("log_prob"):
             assert_same(dict(model.state_dict()), dict(wanted))
         assert_nothing_resident(manager)
-    REPLACES[ways[0]](model)
     manager.close()
     assert_same(dict(model.state_dict()), dict(wanted))
 
@@ -276,44 +322,24 @@ def _state(worker: Worker) -> Callable[[], object]:
     return lambda: [entry.pop("extra") for entry in worker.adam.state.values()]
 
 
-def _fill(worker: Worker) -> None:
-    held = [
-        worker.net._buffers,
-        getattr(worker.net, "extra", None),
-        [entry.get("extra") for entry in worker.adam.state.values()],
-    ]
-    for _, tensor in nested_tensors(held, ""):
-        tensor.data.fill_(3)
-
-
-@pytest.mark.parametrize(("add", "filled"), [(_buffer, False), (_nested, False), (_state, True)])
-def test_tensors_added_from_poison_are_raised_once(
-    add: Callable[[Worker], Callable[[], object]], filled: bool, tmp_path: pathlib.Path
+@pytest.mark.parametrize("add", [_buffer, _nested, _state])
+def test_added_tensors_are_reported_once_and_stay(
+    add: Callable[[Worker], Callable[[], object]], tmp_path: pathlib.Path
 ) -> None:
     worker = trained()
     wanted = copy.deepcopy(worker.net.state_dict())
     remove = add(worker)
-    if add is not _nested:  # a state dict has it
-        name = "actor" if add is _buffer else "actor.optimizer"
-        with pytest.raises(
-            IntegrityError,
-            match=r"extra of .* was added while it was offloaded.* stays NaN until",
-        ):
-            worker.manager.handles[name].state_dict()
     with (
-        pytest.raises(IntegrityError, match=r"extra.* were added to .* stay NaN until") as caught,
+        pytest.raises(IntegrityError, match=r"extra.* were added to 'actor"),
         worker.manager.phase("train"),
     ):
         pass
-    assert "put back" not in str(caught.value)
-    if filled:
-        _fill(worker)
     with worker.manager.phase("train"):
         pass
     assert_same({name: worker.net.state_dict()[name] for name in wanted}, dict(wanted))
     states = [handle.state_dict() for handle in worker.manager.handles.values()]
-    assert any(bool(tensor.isnan().any()) for _, tensor in nested_tensors(states, "")) is (
-        not filled and add is not _nested
+    assert add is _nested or any(
+        bool(tensor.isnan().any()) for _, tensor in nested_tensors(states, "")
     )
     checkpoint.save(worker.manager, tmp_path)
     assert_nothing_resident(worker.manager)
@@ -326,94 +352,28 @@ def test_tensors_added_from_poison_are_raised_once(
 def test_replaced_and_added_tensors_are_named_apart() -> None:
     worker = trained()
     wanted = copy.deepcopy(worker.optimizer.state_dict())
-    _state(worker)
+    remove = _state(worker)
     for entry in worker.adam.state.values():
         entry["exp_avg"].data = entry["extra"].clone()
     with pytest.raises(IntegrityError) as caught, worker.manager.phase("train"):
         pass
-    back, new = str(caught.value).split("The registered values were put back.")
-    assert ("state.0.exp_avg" in back, "extra" in back) == (True, False)
-    assert ("state.0.extra" in new, "state.0.exp_avg" in new) == (True, False)
-    first = worker.adam.state[worker.net[0].weight]
-    first["exp_avg"].data = first["extra"]  # another wrong, with a tensor that was told
-    del first
-    with pytest.raises(IntegrityError, match=r"^state.0.exp_avg of"), worker.manager.phase("train"):
-        pass
+    added, replaced = str(caught.value).split("Add them inside a phase that has it on the device.")
+    assert ("state.0.exp_avg" in replaced, "extra" in replaced) == (True, False)
+    assert ("state.0.extra" in added, "state.0.exp_avg" in added) == (True, False)
+    worker.optimizer.restore()
     with worker.manager.phase("train"):
-        for entry in worker.adam.state.values():
-            del entry["extra"]
+        remove()
     assert_same(worker.optimizer.state_dict(), wanted)
 
 
-REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "clone": lambda t: t.clone(),
-    "columns that begin inside a word": lambda t: t[:, 6:].clone(),
-    "transposed": lambda t: t.t().contiguous(),
-    "with a number of its own": lambda t: torch.cat([torch.full_like(t[:, :1], 5), t[:, 1:]], 1),
-}
-
-
-@pytest.mark.parametrize("way", REPLACED)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
-def test_integers_computed_from_poison_come_back_and_others_are_taken_over(
-    dtype: torch.dtype, way: str
-) -> None:
-    manager, model = make_manager(), net()
-    model.packed = nn.Parameter(torch.randint(0, 100, (9, 24), dtype=dtype), requires_grad=False)
-    wanted = copy.deepcopy(model.state_dict())
-    manager.register("actor", model, role="actor")
-    model.packed = nn.Parameter(REPLACED[way](model.packed.detach()), requires_grad=False)
-    if way == "with a number of its own":
-        wanted["packed"] = model.packed.detach().clone()
-    else:
-        with (
-            pytest.raises(IntegrityError, match="packed of 'actor' were replaced"),
-            manager.phase("log_prob"),
-        ):
-            pass
-    with manager.phase("log_prob"):
-        assert_same(dict(model.state_dict()), dict(wanted))
-    assert_nothing_resident(manager)
-
-
-@pytest.mark.parametrize(
-    "computed", [lambda t: t.float(), lambda t: t[3:].clone()], ids=["float", "rows"]
-)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_poison_is_found_in_added_and_replaced_tensors(
-    dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """One element of float8 poison in eight is a number."""
-    manager, model = make_manager(), net()
-    model.register_buffer("scale", torch.randn(5, 9).to(dtype))
-    wanted = copy.deepcopy(model.state_dict())
-    manager.register("actor", model, role="actor")
-    model.register_buffer("extra", computed(model.scale), persistent=False)
-    with (
-        pytest.raises(IntegrityError, match=r"^extra were added to 'actor'"),
-        manager.phase("log_prob"),
-    ):
-        pass
-    del model.extra
-    model.scale = computed(model.scale)
-    with (
-        pytest.raises(IntegrityError, match="scale of 'actor' were replaced"),
-        manager.phase("log_prob"),
-    ):
-        pass
-    with manager.phase("log_prob"):
-        assert torch.equal(model.scale.view(torch.uint8), wanted["scale"].view(torch.uint8))
-    assert_nothing_resident(manager)
-
-
-def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() -> None:
-    """Pruning, and the older weight norm, put a tensor with a graph under the parameter's name: no
-    gradient, so it is not dropped."""
+def test_what_pruning_adds_is_reported_once() -> None:
+    """Pruning, and the older weight norm, put a tensor with a graph under the parameter's name, and
+    the parameter under another."""
     worker = trained()
     address = worker.net[0].weight.data_ptr()
     prune.random_unstructured(worker.net[0], "weight", 0.5)
     with (
-        pytest.raises(IntegrityError, match=r"^0\.weight of .* were computed"),
+        pytest.raises(IntegrityError, match=r"0\.weight.* were added to 'actor'"),
         worker.manager.phase("train"),
     ):
         pass
@@ -424,37 +384,66 @@ def test_a_weight_computed_from_poison_in_place_of_a_parameter_is_raised_once() 
     assert_nothing_resident(worker.manager)
 
 
-def test_a_parameter_under_the_name_of_what_a_forward_computed_does_not_get_that_old_value() -> (
-    None
-):
-    """What the last forward computed under this name is older than the last step."""
+def test_restore_on_the_device_is_refused_and_does_nothing_where_nothing_was_replaced() -> None:
     worker = trained()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    worker.actor.restore()
     with worker.manager.phase("train"):
-        prune.random_unstructured(worker.net[0], "weight", 0.5)
-        learn(worker.net, worker.adam)
-    prune.remove(worker.net[0], "weight")
-    added = r"^0\.weight were added .* no registered values and stay NaN"
-    with pytest.raises(IntegrityError, match=added), worker.manager.phase("log_prob"):
-        pass
-    with worker.manager.phase("log_prob"):
-        assert worker.net[0].weight.isnan().all()
+        worker.net[0].weight.data = worker.net[0].weight.data + 1
+        with pytest.raises(PhaseError, match=r"'actor' is TRAINING.*cannot be restored"):
+            worker.actor.restore()
+    wanted["0.weight"] += 1
+    worker.actor.restore()
+    assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert worker.manager.audit().ok
 
 
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
-def test_a_value_that_was_written_before_a_conversion_is_put_back_with_it(
-    convert: Callable[[nn.Module], nn.Module],
-) -> None:
-    """The converted tensor has no NaN, and is still no new value: its place had been
-    overwritten."""
+def test_gradients_that_were_converted_are_restored_with_the_weights() -> None:
     worker = trained()
-    wanted = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
-    worker.net[0].bias.data.fill_(3)
-    convert(worker.net)
+    parameters = [*worker.net.parameters()]
+    with worker.manager.phase("train"):
+        wanted = [each.grad.clone() for each in parameters if each.grad is not None]
+    worker.net.half()
+    worker.actor.restore()  # before a transition has looked
+    with worker.manager.phase("train"):
+        assert_same([each.grad for each in parameters], wanted)
+    worker.net.half()
     with (
-        pytest.raises(IntegrityError, match=r"0\.bias.* were replaced"),
+        pytest.raises(IntegrityError, match=r"0\.weight\.grad.* were replaced") as raised,
         worker.manager.phase("train"),
     ):
         pass
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net.state_dict()), wanted)
+    assert "added" not in str(raised.value)
+    worker.actor.restore()
+
+
+def test_a_checkpoint_is_no_mixture_of_new_and_registered_values(tmp_path: pathlib.Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "sound")
+    wanted = copy.deepcopy(worker.net.state_dict())
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    worker.net[0].weight.data = torch.zeros(32, 64)
+    for do in (
+        lambda: checkpoint.save(worker.manager, tmp_path / "mixed"),
+        lambda: checkpoint.load(worker.manager, tmp_path / "sound"),
+    ):
+        with pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were replaced.*restore"):
+            do()
+    worker.actor.restore()
+    checkpoint.load(worker.manager, tmp_path / "sound")
+    assert_same(dict(worker.net.state_dict()), dict(wanted))
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+
+
+def test_a_replacement_that_the_user_takes_back_needs_no_restore() -> None:
+    worker = trained()
+    wanted, weight = copy.deepcopy(worker.net.state_dict()), worker.net[0].weight
+    worker.net[0].weight = nn.Parameter(torch.zeros_like(weight))
+    with pytest.raises(IntegrityError, match="were replaced"), worker.manager.phase("train"):
+        pass
+    worker.net[0].weight = weight
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
     assert_nothing_resident(worker.manager)

@@ -103,6 +103,30 @@ def test_a_phase_transition_counts_for_the_phase_that_it_goes_to() -> None:
     assert counted() == {"idle"}
 
 
+def test_decisions_are_counted_for_entries_and_switches_alone(worker: Worker) -> None:
+    """Not for what joins or leaves an open phase."""
+    assert worker.manager.snapshot().policy_decisions == {}
+    with worker.manager.phase("log_prob") as phase:
+        counted = worker.manager.snapshot().policy_decisions
+        assert counted == {"load": 2, "keep": 3}
+        phase.done_with("ref")
+        late = net()
+        worker.manager.register("late", late, role="reward")
+    assert worker.manager.snapshot().policy_decisions == counted
+
+
+def test_the_end_of_a_phase_waits_for_no_kernel_where_a_framework_moves_the_bytes() -> None:
+    device = SimulatedDevice(CAPACITY)
+    manager, module = make_manager(device=device), net()
+    manager.register("actor", module, role="actor", external=True)
+    waits = []
+    device.wait_for_work = lambda: waits.append(None)  # type: ignore[method-assign]
+    with manager.phase("log_prob"):
+        assert manager.handles["actor"].state is GPU
+    assert manager.handles["actor"].state is OFF
+    assert waits == []
+
+
 def test_switch_moves_no_bytes_of_what_both_phases_need(worker: Worker) -> None:
     with worker.manager.phase("log_prob") as phase:
         loaded = worker.actor.counters.loaded_bytes
@@ -348,6 +372,25 @@ def test_a_restore_that_fails_is_raised_or_a_note_on_the_exception_on_its_way(
         pass
     assert_nothing_resident(worker.manager)  # the next phase transition made it good
     assert worker.manager.snapshot().unpaired_bytes == 0
+
+
+def test_a_device_that_cannot_be_measured_is_a_note_on_the_users_exception(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train"):
+            monkeypatch.setattr(worker.manager.device, "memory", _unmeasurable)
+            raise mine
+    assert caught.value is mine
+    assert "the driver does not answer" in "".join(mine.__notes__)
+    monkeypatch.undo()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def _unmeasurable() -> None:
+    raise RuntimeError("the driver does not answer")
 
 
 @pytest.mark.parametrize("mine", [None, ValueError("mine")])

@@ -127,6 +127,15 @@ def test_a_manager_dropped_during_an_early_load_ends_and_the_values_stay() -> No
     assert device.memory().chunk_bytes == 0
 
 
+def test_host_memory_of_a_handle_that_stayed_aside_goes_with_the_handle() -> None:
+    worker = early_worker({"reward": {"ref": ALL}})
+    with worker.manager.phase("log_prob") as step:
+        step.switch("reward")
+        storage = weakref.ref(worker.ref.storage)
+        worker.manager.unregister("ref")
+        assert storage() is None
+
+
 def test_early_chunks_are_given_up_when_torch_finds_no_memory() -> None:
     worker = early_worker({"log_prob": {"critic": ALL, "critic.optimizer": ALL}})
     device = worker.manager.device

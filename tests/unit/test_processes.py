@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import faulthandler
-import functools
 import os
-import pickle
 import signal
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,13 +54,14 @@ def refused(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("phase", [None, "train"])
-@pytest.mark.parametrize("what", ["parameter", "clone"])
+@pytest.mark.parametrize("what", ["parameter", "state dict", "clone"])
 def test_a_forked_child_does_not_have_the_memory_of_handles(
     worker: Worker, what: str, phase: str | None
 ) -> None:
     """As docs/worker.md says: better a crash than old bytes."""
     tensor = {
         "parameter": worker.net[0].weight.detach(),
+        "state dict": worker.net.state_dict()["0.weight"],
         "clone": worker.net.state_dict()["0.weight"].clone(),
     }[what]
 
@@ -74,49 +71,6 @@ def test_a_forked_child_does_not_have_the_memory_of_handles(
 
     with contextlib.nullcontext() if phase is None else worker.manager.phase(phase):
         assert exit_code(read) == (0 if what == "clone" else -signal.SIGSEGV)
-
-
-@pytest.mark.parametrize(
-    ("taken_in", "forked_in"), [(None, None), (None, "train"), ("train", None)]
-)
-def test_a_forked_child_is_told_that_it_has_no_tensor_of_a_state_dict(
-    worker: Worker, taken_in: str | None, forked_in: str | None, tmp_path: Path
-) -> None:
-    """Megatron-LM PR #2288 stages a state dict with `.to("cpu")`, which copies nothing on the host,
-    and writes it in a forked child."""
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    with contextlib.nullcontext() if taken_in is None else worker.manager.phase(taken_in):
-        dicts = [worker.actor.state_dict(), worker.net.state_dict(), worker.net[0].state_dict()]
-        dicts.append(worker.optimizer.state_dict()["state"][0])
-    found = [value for each in dicts for value in each.values() if value.dim()]
-    found += [
-        view
-        for value in dicts[0].values()
-        for view in (value.to("cpu"), value.detach(), value[0], value.flatten())
-    ]
-    copies = [value.clone() for value in found]
-    true = [value.tolist() for value in copies]
-
-    def child() -> None:
-        save = functools.partial(torch.save, f=tmp_path / "found")
-        for value in found:
-            for use in (
-                save,
-                torch.Tensor.tolist,
-                torch.Tensor.numpy,
-                torch.clone,
-                pickle.dumps,
-                copy.deepcopy,
-                torch.sum,
-            ):
-                refused(functools.partial(use, value))
-        torch.save(copies, tmp_path / "copies")
-
-    with contextlib.nullcontext() if forked_in is None else worker.manager.phase(forked_in):
-        in_child(child)
-        assert [value.tolist() for value in found] == true  # nothing changed in the parent
-    assert [value.tolist() for value in torch.load(tmp_path / "copies")] == true
 
 
 @pytest.mark.parametrize("phase", [None, "train"])

@@ -1,5 +1,5 @@
 """What is published, when and from where: names, buckets, dtypes, what a cast leaves alone, what
-`transform=` makes of a weight."""
+`convert=` makes of a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import placement
 from placement import EngineError, PhaseError, TorchEngine, WeightInfo
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
@@ -116,63 +115,12 @@ def test_one_dtype_for_all_leaves_buffers_quantised_weights_their_scales_and_pin
     )
 
 
-def test_a_mapping_and_a_function_decide_by_weight(manager: Any) -> None:
-    model = Model()
-    actor = manager.register("actor", model, role="actor")
-    own = {info.name: info.dtype for info in actor.weights_info()}
-    chosen = {
-        "plain.weight": "bf16",
-        "wo.weight": torch.float16,
-        "norm.running_mean": BF16,
-        "float8.weight": torch.float8_e4m3fn,
-    }
-    found = published(manager, actor, dtype={**chosen, "plain.bias": None})
-    changed = {"plain.weight": BF16, "wo.weight": torch.float16, "norm.running_mean": BF16}
-    assert {name: tensor.dtype for name, tensor in found.items()} == own | changed
-    asked: list[str] = []
-
-    def choose(name: str, info: placement.WeightInfo) -> torch.dtype | None:
-        asked.append(name)
-        assert info in actor.weights_info()
-        return changed.get(name)
-
-    assert {info.name: info.dtype for info in actor.weights_info(dtype=choose)} == own | changed
-    assert asked == [name for name, dtype in own.items() if dtype.is_floating_point]
-    assert all(
-        tensor.equal(found[name])
-        for name, tensor in published(manager, actor, dtype=choose).items()
-        if name in changed
-    )
-
-
 WRONG: list[tuple[Any, str]] = [
-    ({"plain.wieght": BF16}, r"'plain\.wieght' is not the name of a published weight"),
-    ({"plain.weight": "bf15"}, r"dtype of 'plain\.weight': 'bf15' is no dtype"),
-    ({"plain.weight": torch.int8}, r"'plain\.weight'.*torch\.int8 is not floating-point"),
-    (
-        {"plain.weight": torch.float8_e5m2},
-        (
-            r"'plain\.weight'.*torch\.float8_e5m2 "
-            r"stands "
-            r"for "
-            r"values "
-            r"only with its scales"
-        ),
-    ),
-    (
-        {"float8.weight": BF16},
-        (
-            r"'float8\.weight'.*torch\.float8_e4m3fn stands for "
-            r"values "
-            r"only "
-            r"with "
-            r"its scales"
-        ),
-    ),
-    (lambda name, info: 16, r"dtype of '.*': 16 is no dtype"),
-    (lambda name, info: BF16, r"'float8\.weight'.*stands for values only"),
-    (torch.int32, "torch.int32 is not floating-point"),
+    ("bf15", "'bf15' is no dtype"),
+    (torch.int32, "torch.int32, which stands for values only with scales or is not floating-point"),
+    (torch.float8_e5m2, "torch.float8_e5m2, which stands for values only with scales"),
     (float, "is no dtype of torch"),
+    ({"plain.weight": BF16}, "is no dtype"),
 ]
 
 
@@ -281,42 +229,33 @@ def test_a_bucket_of_ones_own_is_written_whole_or_not_at_all(
     assert all(tensor.equal(before[name]) for name, tensor in engine.state_dict().items())
 
 
-# --- transform=
+# --- convert=
 
 
-Pairs = list[tuple[str, torch.Tensor]]
-
-
-def quantised(name: str, tensor: torch.Tensor) -> torch.Tensor | Pairs:
-    """Matrices as int8 with a scale for each row; the rest as it is."""
-    if tensor.ndim < 2:
-        return tensor
-    scale = tensor.abs().amax(dim=1) / 127
-    return [(name, (tensor / scale[:, None]).round().to(torch.int8)), (f"{name}_scale", scale)]
+def packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Matrices as int8; the rest as it is."""
+    return (tensor * 127).round().to(torch.int8) if tensor.ndim > 1 else tensor
 
 
 def test_what_is_sent_is_what_the_function_returns_and_buckets_count_it(manager: Any) -> None:
     model = net()
-    wanted: dict[str, torch.Tensor] = {}
-    for name, value in copy.deepcopy(model.state_dict()).items():
-        wanted |= dict(
-            [(name, made)] if isinstance(made := quantised(name, value), torch.Tensor) else made
-        )
+    wanted = {
+        name: packed(name, value) for name, value in copy.deepcopy(model.state_dict()).items()
+    }
     actor = manager.register("actor", model, role="actor")
-    infos = actor.weights_info(transform=quantised)
+    infos = actor.weights_info(convert=packed)
     with manager.phase("weight_sync"):
         buckets = [
             [(name, tensor.clone()) for name, tensor in bucket]
-            for bucket in actor.weights(transform=quantised, bucket_bytes=1500)
+            for bucket in actor.weights(convert=packed, bucket_bytes=1500)
         ]
     found = dict(pair for bucket in buckets for pair in bucket)
     assert_same(found, wanted)
     assert [
         WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()
     ] == infos
-    # A layer is 1024 bytes of int8, its scale and its bias 128 each; its float32 matrix alone would
-    # be 4096.
-    assert [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets] == [1280] * 6
+    # A layer is 1024 bytes of int8, and its bias 128; its float32 matrix alone would be 4096.
+    assert [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets] == [1152] * 6
     assert_nothing_resident(manager)
 
 
@@ -325,79 +264,56 @@ def test_the_full_values_are_gone_before_their_bucket_is_sent(manager: Any) -> N
     actor = manager.register("actor", model, role="actor")
     given: list[weakref.ref[torch.Tensor]] = []
 
-    def halves(name: str, tensor: torch.Tensor) -> Pairs:
+    def halves(name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert sum(each() is not None for each in given) == 0
-        given.append(weakref.ref(tensor))
-        return [(f"{name}.{half}", part.clone()) for half, part in enumerate(tensor.chunk(2))]
+        if not tensor.is_meta:
+            given.append(weakref.ref(tensor))
+        return tensor[: len(tensor) // 2].clone()
 
     with manager.phase("weight_sync"):
-        for bucket in actor.weights(transform=halves, bucket_bytes=2048):
+        for bucket in actor.weights(convert=halves, bucket_bytes=2048):
             assert [each() for each in given if each() is not None] == []
             assert sum(tensor.nbytes for _, tensor in bucket) <= 2048
     assert len(given) == len(actor.weights_info())
 
 
-def test_it_comes_after_the_cast_and_may_leave_a_weight_out(manager: Any) -> None:
+def test_it_comes_after_the_cast(manager: Any) -> None:
     model = net()
     actor = manager.register("actor", model, role="actor")
-    infos = [info for info in actor.weights_info(dtype="bfloat16") if len(info.shape) == 2]
 
-    def matrices(name: str, tensor: torch.Tensor) -> torch.Tensor | Pairs:
+    def wide(name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.dtype is torch.bfloat16
-        return tensor if tensor.ndim == 2 else []
+        return tensor.double() if tensor.ndim == 2 else tensor
 
     with manager.phase("weight_sync"):
         found = [
-            name
-            for bucket in actor.weights(dtype="bfloat16", transform=matrices)
-            for name, _ in bucket
+            WeightInfo(name, tuple(tensor.shape), tensor.dtype)
+            for bucket in actor.weights(dtype="bfloat16", convert=wide)
+            for name, tensor in bucket
         ]
-    assert found == [info.name for info in infos]
-    assert actor.weights_info(dtype="bfloat16", transform=matrices) == infos
-
-
-def test_a_function_that_needs_values_is_published_but_not_announced() -> None:
-    manager = make_manager()
-    model = net()
-    actor = manager.register("actor", model, role="actor")
-
-    def by_value(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor / tensor.abs().max().item()
-
-    with pytest.raises(
-        ValueError,
-        match=r"transform= cannot be run "
-        r"on "
-        r"'0.weight' "
-        r"without "
-        r"values.*weights\(\) does not",
-    ):
-        actor.weights_info(transform=by_value)
-    with manager.phase("weight_sync"):
-        assert all(
-            tensor.abs().max() == 1
-            for bucket in actor.weights(transform=by_value)
-            for _, tensor in bucket
-        )
+    assert {info.dtype for info in found} == {torch.bfloat16, torch.float64}
+    assert actor.weights_info(dtype="bfloat16", convert=wide) == found
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "said"),
     [
         (lambda *_: None, TypeError, "for '0.weight' it returned None"),
-        (lambda _, tensor: [tensor], TypeError, "must return a tensor, or a list of"),
-        (lambda _, tensor: [("scale", tensor)], ValueError, "the name 'scale' twice"),
-        ("fp8", TypeError, "is a function of \\(name, tensor\\), not 'fp8'"),
+        (lambda _, tensor: [tensor], TypeError, "must return a tensor"),
+        (lambda _, tensor: tensor / tensor.max().item(), ValueError, "'0.weight' without values"),
+        ("fp8", TypeError, r"is a function of \(name, tensor\), not 'fp8'"),
     ],
 )
-def test_what_is_no_such_function_is_refused(wrong: Any, error: type[Exception], said: str) -> None:
+def test_what_is_no_such_function_is_refused_before_anything_is_published(
+    wrong: Any, error: type[Exception], said: str
+) -> None:
     manager = make_manager()
     model = net()
     actor = manager.register("actor", model, role="actor")
     with manager.phase("weight_sync"), pytest.raises(error, match=said):
-        list(actor.weights(transform=wrong))
-    with pytest.raises(error, match="not callable" if wrong == "fp8" else said):
-        actor.weights_info(transform=wrong)
+        actor.weights(convert=wrong)
+    with pytest.raises(error, match=said):
+        actor.weights_info(convert=wrong)
     assert_nothing_resident(manager)
 
 

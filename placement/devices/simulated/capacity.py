@@ -29,13 +29,16 @@ class SharedCapacity:
         self._one_at_a_time = FileLock(f"{self.path}.lock", poll_interval=_PAUSE_SECONDS)
         self._file = Path(f"{self.path}.{secrets.token_hex(8)}.device")
         self._life = FileLock(self._file, thread_local=False)
+        self._pid = os.getpid()
         with self._one_at_a_time:
             self._life.acquire()
             self._file.write_text("0")
 
     def leave(self) -> None:
-        """Hold nothing from now on. Waits for nothing, because a finalizer calls it."""
-        self._file.unlink(missing_ok=True)
+        """Hold nothing from now on. Waits for nothing, because a finalizer calls it. In a forked
+        child it does nothing, because the parent holds the bytes."""
+        if os.getpid() == self._pid:
+            self._file.unlink(missing_ok=True)
 
     def claim(self, held_bytes: int, more_bytes: int) -> int:
         """Note that this device holds `held_bytes`, and `more_bytes` besides if the others leave

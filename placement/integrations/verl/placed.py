@@ -22,12 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.interrupts import WeakIdSet
 from placement.core.states import State
-from placement.frameworks.weights import Reader, Weight, weight_of
+from placement.frameworks.weights import Reader, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
 from placement.phases.hold import Around, Hold
 from placement.publish.ahead import ReadAhead, plainly
-from placement.publish.changes import Publication as Changes
 from placement.publish.skeleton import named_places
 from placement.tensors.plain import plain_parts
 
@@ -227,8 +226,6 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     _manual: Any = None  # the hold that `to` opened
     # the parts that `to` was asked to bring to the device: "model", "optimizer"
     _manual_parts: frozenset[str] = frozenset()
-    # whether delta syncs compare with the host copy; else verl compares with a copy of its own
-    _compares_host_copy = False
 
     def initialize(self) -> None:
         self._end_manual()
@@ -396,77 +393,11 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             partial(super().get_per_tensor_param_shard, *args, **kwargs), of_shards=True
         )
 
-    def prime_delta_snapshots(self) -> None:
-        """verl pins a copy of all shards. Here the fingerprints of the version of now are kept."""
-        handle = self._model_handle
-        weights = (
-            [] if handle is None or handle.external or self._computes_to_publish else self._shards()
-        )
-        self._compares_host_copy = bool(weights) and all(
-            weight.part() is not None for _, weight, _ in weights
-        )
-        if self._compares_host_copy and handle is not None:
-            handle.published = Changes(handle.storage, weights, None).published
-        else:
-            super().prime_delta_snapshots()
-
-    def get_per_tensor_param_delta_shard(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[Any, dict[str, Any] | None]:
-        """verl's own, compared with the host copy. A shard that was trained and offloaded since the
-        last delta sync has every position among its changes."""
-        if not self._compares_host_copy:
-            return super().get_per_tensor_param_delta_shard(*args, **kwargs)  # type: ignore[no-any-return]
-        changes, peft_config = self._published(lambda: (self._changes(), None), of_shards=True)
-        return self._delta_entries(changes), peft_config
-
     def _named(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that verl exports, under its names."""
         from verl.utils.model import convert_weight_keys
 
         return dict(convert_weight_keys(dict(named_places(self.module)), self.module))
-
-    def _shards(self) -> list[tuple[str, Weight, torch.dtype]]:
-        """The parameters and buffers that verl exports, with the dtypes in which it publishes
-        them."""
-        return [
-            (name, weight_of(each), torch.bfloat16 if each.is_floating_point() else each.dtype)
-            for name, each in self._named().items()
-        ]
-
-    def _changes(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, new values and their positions of each shard. Until the last one was read, nobody
-        knows what the rollout has."""
-        handle = self._model_handle
-        assert handle is not None
-        publication = Changes(handle.storage, self._shards(), handle.published)
-        handle.published = None
-        for bucket in publication.buckets(_device_of(handle), _BUCKET_BYTES):
-            for each in bucket:
-                everywhere = torch.arange(
-                    len(each.values) if each.positions is None else 0, device=each.values.device
-                )
-                yield (
-                    each.name,
-                    each.values,
-                    everywhere if each.positions is None else each.positions.long(),
-                )
-        handle.published = publication.published
-
-    def _delta_entries(
-        self, changes: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-    ) -> Iterator[Any]:
-        from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
-
-        named = self._named()
-        for name, values, positions in changes:
-            spec = ShardSpec.from_param(named[name])
-            place, contributes, group = derive_dtensor_placement(spec)
-            count = len(values) if contributes else 0  # else another rank sends the same
-            yield (
-                *self._hf_delta_entry(name, spec, place, positions[:count], values[:count]),
-                group,
-            )
 
     def _published(
         self, export: Callable[[], tuple[Any, Any]], *, of_shards: bool = False

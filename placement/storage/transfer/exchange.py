@@ -452,12 +452,18 @@ class Exchange:
             # longer than vacating. A short one goes with the page before it, whose memory would be
             # given back no sooner.
             is_last = is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes)
-            most = max(0, len(those) - is_last * (1 + (r.chunk_sizes[-1] < _SHORT_BYTES)))
-            for start, end in itertools.pairwise(
-                dict.fromkeys([*range(0, most, step), most, len(those)])
-            ):
-                r.pages.save(those[start:end])
-                yield r, those[start:end]
+            num_last = 0
+            if is_last:
+                num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
+            num_first = max(0, len(those) - num_last)
+            batches = [
+                those[start : min(start + step, num_first)] for start in range(0, num_first, step)
+            ]
+            if num_first < len(those):
+                batches.append(those[num_first:])
+            for batch in batches:
+                r.pages.save(batch)
+                yield r, batch
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
         """Put the memory that stays aside: of each range the first pages, as far as there is room
