@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         testing,
     )
     from placement.core.settings import Settings
-    from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+    from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot, SuspensionStatus
     from placement.engines.base import Engine, TorchEngine
     from placement.forecasting.description import Forecast
     from placement.forecasting.job import forecast
@@ -91,6 +91,7 @@ __all__ = [
     "Settings",
     "Snapshot",
     "State",
+    "SuspensionStatus",
     "TorchEngine",
     "Trigger",
     "View",
@@ -128,7 +129,9 @@ __getattr__ = _on_demand(
         **{room: room for room in _ROOMS},
         **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),
         **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
-        **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
+        **dict.fromkeys(
+            ("Audit", "Finding", "HandleSnapshot", "Snapshot", "SuspensionStatus"), "core.snapshot"
+        ),
         "Manager": "manager",
         "Hold": "phases.hold",
         "Phase": "phases.phase",

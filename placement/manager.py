@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.interrupts import WeakIdSet, is_background
 from placement.core.journal import Journal, logger
-from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole
-from placement.core.snapshot import Audit, Snapshot, summary
+from placement.core.settings import (
+    PREFIX,
+    Settings,
+    SettingsKeywords,
+    WorkerRole,
+    control_token_of_environment,
+)
+from placement.core.snapshot import Audit, Snapshot, SuspensionRequest, SuspensionStatus, summary
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.observe.figures import Figures
@@ -403,6 +409,48 @@ class Manager:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]
 
+    def suspend(
+        self,
+        deadline: float = 60.0,
+        *,
+        resume_after_seconds: float | None = None,
+        epoch: int | None = None,
+    ) -> SuspensionStatus:
+        """Take every handle off the device, because another process needs it. The next phase waits
+        until `resume`.
+
+        Takes effect at the end of the open phases: call it in another thread. Outside of them, at
+        once. Any rank of a group may be asked; all suspend when they next begin or leave an
+        outermost phase, or none.
+
+        Args:
+            deadline: seconds to wait for the end of the open phases.
+            resume_after_seconds: after how long it ends by itself. None: never.
+            epoch: its number, above that of the last suspension; None: the next. To ask for the
+                present one again changes nothing.
+
+        Raises:
+            PhaseError: it was not possible in time, the epoch is an old one, or this thread has a
+                phase open. The message says what is on the device.
+            ValueError: an argument is not a number, or too small.
+        """
+        request = SuspensionRequest(
+            deadline_seconds=deadline, resume_after_seconds=resume_after_seconds, epoch=epoch
+        )
+        return self._stack.suspension.suspend(self._stack.take_snapshot, request)
+
+    def resume(self, epoch: int | None = None) -> SuspensionStatus:
+        """End a suspension, on all ranks of a group. Does nothing while there is none.
+
+        Args:
+            epoch: the suspension that is to end; None: the present one.
+
+        Raises:
+            PhaseError: the epoch is not that of the last suspension.
+            CoordinatorLost: the other ranks cannot be told. This one stays suspended.
+        """
+        return self._stack.suspension.resume(self._stack.take_snapshot, epoch)
+
     def rejoin(self, group: Group) -> None:
         """Replace the group of ranks by a new one, after a rank was restarted or after
         `CoordinatorLost`; or join the first one.
@@ -488,6 +536,7 @@ class Manager:
         *,
         discovery: str | os.PathLike[str] | None = None,
         identity: Identity | None = None,
+        control: str | None = None,
     ) -> MetricsServer:
         """Serve Prometheus metrics (/metrics), /healthz, /state, /trace and a status page over
         HTTP, from a thread of its own.
@@ -503,15 +552,24 @@ class Manager:
                 file of its own there until the server closes. None: `Settings.discovery`.
             identity: the worker's identity in its run (rank, node, ...). None: taken from the
                 environment that torchrun or Slurm sets.
+            control: the token with which `POST /suspend` and `POST /resume` are served. None: the
+                environment variable `PLACEMENT_CONTROL_TOKEN`; without it they are not served.
 
         Raises:
             PlacementError: the address or port cannot be bound, the folder cannot be written, or
                 the manager is closed.
+            ValueError: the token is empty, or has blanks or characters beyond ASCII.
         """
+        from placement.observe.control import Control
         from placement.observe.discovery import Identity
         from placement.observe.server import MetricsServer
 
         self._stack.lock.check_process()
+        token = control_token_of_environment() if control is None else control
+        controls: Control | None = None
+        if token is not None:
+            asked, read = self._stack.suspension, self._stack.take_snapshot
+            controls = Control(token, partial(asked.suspend, read), partial(asked.resume, read))
         if identity is None:
             identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
@@ -522,6 +580,7 @@ class Manager:
             journal=self.journal,
             port=port,
             address=address,
+            control=controls,
         )
         self._servers.add(server)
         try:

@@ -18,11 +18,16 @@ COMMANDS = {
     "doctor": "measure the link and look at what would slow moves down or stop them",
     "explain": "print where a policy puts every handle in every phase, as a table",
     "plan": "forecast what a job needs on the device in each phase, and what its moves cost",
+    "resume": "let suspended workers have their GPUs again",
     "status": "print what workers hold on their GPUs, once or again and again",
+    "suspend": "ask workers to leave their GPUs until they are resumed",
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
-_MODULES = {"dashboards": "workers", "explain": "plan", "status": "workers", "trace": "workers"}
+_MODULES = {
+    **dict.fromkeys(("dashboards", "resume", "status", "suspend", "trace"), "workers"),
+    "explain": "plan",
+}
 """The module of each subcommand that has none of its own name."""
 
 

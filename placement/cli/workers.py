@@ -1,4 +1,5 @@
-"""The commands about workers that run: `status`, `trace`, and the `dashboards` that show them."""
+"""The commands about workers that run: `status`, `suspend`, `resume`, `trace`, and the `dashboards`
+that show them."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from placement.core.errors import PlacementError
-from placement.core.settings import Settings
+from placement.core.settings import Settings, control_token_of_environment
 from placement.core.snapshot import readable
+from placement.observe.control import TOKEN
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import ask, find_targets, views_of
+from placement.observe.discovery import Target, ask, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -179,8 +182,7 @@ _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
-    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+    _add_workers(parser)
     parser.add_argument(
         "--watch",
         type=_seconds,
@@ -197,18 +199,30 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_status)
 
 
-def run_status(arguments: argparse.Namespace) -> int:
-    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
-    need not parse the output."""
-    if arguments.incident is not None:
-        print(incident_report(arguments.incident))
-        return 0
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    text = "a worker's URL, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+
+
+def _places(arguments: argparse.Namespace) -> list[str]:
+    """Where the workers are. Raises PlacementError: neither the command line nor the environment
+    says it."""
     places = arguments.workers or [Settings.from_any(None).discovery]
     if places == [None]:
         raise PlacementError(
             "no workers named: give a worker's URL or a discovery folder, or set "
             "PLACEMENT_DISCOVERY"
         )
+    return places
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
+    need not parse the output."""
+    if arguments.incident is not None:
+        print(incident_report(arguments.incident))
+        return 0
+    places = _places(arguments)
     views = _look(places)
     while arguments.watch is not None:
         print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
@@ -249,6 +263,63 @@ def _screen(views: Sequence[View]) -> str:
         if sys.stdout.isatty()
         else "\n".join([*lines, ""])
     )
+
+
+# --- placement suspend and resume
+
+_SPARE_SECONDS = 60.0  # beyond the deadline, for moves, and for ranks that agree
+
+
+def add_suspend(parser: argparse.ArgumentParser) -> None:
+    add_resume(parser)
+    text = "how long a worker may go on with its phase (default: %(default)s)"
+    parser.add_argument("--deadline", type=_seconds, default=60.0, metavar="SECONDS", help=text)
+    text = "after how long it is resumed at the latest"
+    parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    _add_workers(parser)
+    text = "a file with the token (default: the variable PLACEMENT_CONTROL_TOKEN)"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
+    parser.set_defaults(run=run_control)
+
+
+def run_control(arguments: argparse.Namespace) -> int:
+    """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
+    token, request, seconds = _token(arguments.token_file), {}, _SPARE_SECONDS
+    if arguments.command == "suspend":
+        request["deadline_seconds"] = arguments.deadline
+        request["resume_after_seconds"] = arguments.resume_after
+        seconds += arguments.deadline
+
+    def told_by(worker: Target) -> tuple[bool, str]:
+        url, post = f"{worker.url}/{arguments.command}", json.dumps(request).encode()
+        try:
+            status = json.loads(ask(url, timeout_seconds=seconds, post=post, token=token))
+            word = "suspended" if status["suspended"] else "not suspended"
+            held = readable(status["resident_bytes"])
+            return True, f"{worker.name}: {word}, epoch {status['epoch']}, {held} on the device"
+        except (PlacementError, ValueError, TypeError, KeyError) as error:
+            return False, f"{worker.name}: {error}"
+
+    workers = find_targets(_places(arguments))
+    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+        told = list(pool.map(told_by, workers))
+    print("\n".join(text for _, text in told))
+    return int(not all(is_done for is_done, _ in told))
+
+
+def _token(path: Path | None) -> str:
+    try:
+        token = control_token_of_environment() if path is None else path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlacementError(f"cannot read the token in {path}: {error}") from error
+    if not token:
+        raise PlacementError("no token: give --token-file, or set PLACEMENT_CONTROL_TOKEN")
+    if not TOKEN.fullmatch(token):  # an error about the header would show it
+        raise PlacementError("the token must be visible ASCII characters, no blanks")
+    return token
 
 
 # --- placement trace

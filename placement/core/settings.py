@@ -80,6 +80,11 @@ def device_of_environment() -> str:
     return os.environ.get(f"{PREFIX}DEVICE") or "auto"
 
 
+def control_token_of_environment() -> str | None:
+    """The token for `Manager.serve`. It is no setting: no dump of settings shows it."""
+    return os.environ.get(f"{PREFIX}CONTROL_TOKEN") or None
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of an error message that proposes the known word that is most like a wrong one; empty
     if none is."""
@@ -315,7 +320,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, text in environment.items():
         key = variable.removeprefix(PREFIX)
-        if key == variable or not text or _KUBERNETES.fullmatch(key):
+        if key in (variable, "CONTROL_TOKEN") or not text or _KUBERNETES.fullmatch(key):
             continue
         if key.lower() not in Settings.model_fields:
             known = [PREFIX + field.upper() for field in Settings.model_fields]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from placement.core.states import State, Trigger
 
@@ -162,6 +162,29 @@ class Snapshot(Frozen):
     """The largest number of bytes that the handles have held together."""
     phase_peak_bytes: dict[str, int] = {}
     """The same for each phase, its entry included."""
+    suspended: bool = False
+    suspended_seconds: float = 0.0
+    """Seconds for which phases have waited because the manager was suspended."""
+
+
+class SuspensionRequest(Frozen):
+    """The arguments of `Manager.suspend`, also over HTTP and between ranks."""
+
+    model_config = ConfigDict(strict=True)
+
+    deadline_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    resume_after_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    epoch: int | None = Field(default=None, ge=1)
+
+
+class SuspensionStatus(Frozen):
+    """The answer to `Manager.suspend` and `Manager.resume`."""
+
+    epoch: int  # the number of the last suspension; 0 before the first
+    suspended: bool
+    resident_bytes: int
+    """Device bytes that the handles hold. While suspended, only an external handle has any."""
+    snapshot: Snapshot
 
 
 class LinkRates(Frozen):

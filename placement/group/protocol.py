@@ -52,6 +52,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.journal import logger
+from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 
 DEADLINE_SECONDS = 600.0  # the default deadline: as long as torch's collectives wait for NCCL
@@ -139,6 +140,7 @@ class Proposal(Message):
     whereabouts: str = Field(default="", max_length=64)
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base
     their plans."""
+    suspension: SuspensionRequest | None = None
 
 
 class Basis(Message):
@@ -149,6 +151,8 @@ class Basis(Message):
     # whether one rank says that plans may differ, or the handles differ in size or place
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
+    suspension: SuspensionRequest | None = None
+    """The suspension that a rank is asked for, and all carry out next; of several the newest."""
 
 
 class Vote(Message):
@@ -261,6 +265,8 @@ class Group:
         # whether the ranks compare what stays on their devices before they move, in the present
         # change
         self.compares_plans = False
+        # what this rank is asked for, of which the next proposal tells the other ranks
+        self.suspension: SuspensionRequest | None = None
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -301,7 +307,9 @@ class Group:
                 budget_bytes=budget_bytes,
                 plans_may_differ=self.plans_may_differ,
                 whereabouts=self.whereabouts,
+                suspension=self.suspension,
             )
+            self.suspension = None
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
                 self._put("proposal", own.encode())
@@ -395,6 +403,22 @@ class Group:
                 # change
                 self._enter_next_epoch()
 
+    def note_resumed(self, suspension: int) -> None:
+        """Let all ranks know that a suspension is over. Raises CoordinatorLost: they cannot."""
+        key = f"{self._prefix}/resumed/{suspension}"
+        try:
+            self._board.claim(key, b"-")
+        except BoardLost as error:
+            raise CoordinatorLost(f"the other ranks cannot resume: {error}") from error
+        self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
+
+    def is_resumed(self, suspension: int) -> bool:
+        """Whether a rank has noted that a suspension is over. Does not wait."""
+        try:
+            return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
+        except BoardLost:
+            return False  # the next phase transition raises it
+
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
         if (proposals := self._messages(Proposal, "proposal", deadline)) is None:
@@ -411,10 +435,14 @@ class Group:
         may_differ = len({each.whereabouts for each in proposals}) > 1 or any(
             each.plans_may_differ for each in proposals
         )
-        self._board.claim(
-            self._key("basis"),
-            Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode(),
+        wanted = [each.suspension for each in proposals if each.suspension is not None]
+        basis = Basis(
+            budget_bytes=least_bytes,
+            budget_rank=whose,
+            compares_plans=may_differ,
+            suspension=max(wanted, key=lambda request: request.epoch or 0, default=None),
         )
+        self._board.claim(self._key("basis"), basis.encode())
 
     def _count_votes(self, deadline: float) -> None:
         """Rank 0's part of `agree`."""

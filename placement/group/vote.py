@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
+from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
 
@@ -56,6 +57,9 @@ class GroupVote:
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
+        self.agreed: SuspensionRequest | None = None
+        """The suspension that all ranks carry out next. Each has heard of it, and ended that
+        epoch."""
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:
@@ -129,6 +133,11 @@ class GroupVote:
         with self._hearing():
             return self.group.agree(plan, stage, lacks_engines)
 
+    def suspend_first(self, suspension: SuspensionRequest) -> None:
+        """End this epoch without entering a phase, as all ranks do that heard of a suspension."""
+        self.agree(_ALL_HAVE_LEFT)
+        self._current.has_left, self.agreed = True, suspension
+
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
         it has ended. Returns the error to raise in place of `error`; None to raise `error`
@@ -163,9 +172,9 @@ class GroupVote:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
             else:
-                self.propose(action)
+                basis = self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.group.compares_plans else plan)
-                self._current.has_left = True
+                self._current.has_left, self.agreed = True, basis.suspension
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         return failures

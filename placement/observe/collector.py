@@ -203,6 +203,11 @@ _OF_WORKER = (
         "placement_wrong_writes_total", "Writes found at device addresses of offloaded handles."
     ),
     _Metric("placement_expired_keeps_total", "Kept handles that the next phase did not take over."),
+    _Metric("placement_suspended", "1 while the manager is suspended."),
+    _Metric(
+        "placement_suspended_seconds_total",
+        "Seconds for which phases have waited because the manager was suspended.",
+    ),
 )
 _DECISIONS_OF_POLICY = _Metric(
     "placement_policy_decisions_total",

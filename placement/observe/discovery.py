@@ -183,19 +183,27 @@ def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
 # --- workers that are asked how they are
 
 ASK_SECONDS = 2.0  # how many seconds a worker may take to answer
+_MOST_ERROR_BYTES = 10_000
 
 # a worker is never behind a proxy
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
-    """GET a page of a worker. Raises PlacementError: no worker answers at the URL; the message has
-    the reason."""
+def ask(
+    url: str, *, timeout_seconds: float = ASK_SECONDS, post: bytes | None = None, token: str = ""
+) -> bytes:
+    """GET a page of a worker; with `post` POST that, with the token. Raises PlacementError: no
+    worker answers at the URL, or it refuses; the message has the reason."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, post, headers)  # noqa: S310 - a `Target` has http
     try:
-        with _OPENER.open(url, timeout=timeout_seconds) as answer:
+        with _OPENER.open(request, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
             return body
     except urllib.error.HTTPError as error:
+        if post is not None:
+            told = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
+            raise PlacementError(f"{url} answers {error.code}: {told}") from error
         raise PlacementError(
             f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?"
         ) from error

@@ -4,7 +4,7 @@ HTTP.
 They are served by prometheus_client's WSGI server with a thread for each connection. It runs inside
 a training process, so clients are limited: MAX_CONNECTIONS connections, beyond which the oldest is
 dropped; `timeout_seconds` for each wait for a client, and twice that for a whole connection. Only
-GET and HEAD are served.
+GET and HEAD are served, and with a `Control` the POST of its paths.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import json
 import logging
 import math
 import os
+import select
 import socket
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import parse_qs
@@ -36,17 +38,20 @@ from placement.core.errors import PlacementError
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
 from placement.observe.collector import make_registry
+from placement.observe.control import PATHS, Control
 from placement.observe.discovery import Announcement, Identity, Target
 from placement.observe.trace import encoded_trace
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 128
 TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
+
+_CLIENT = "placement.client"  # the client's socket, in the environment of a request
 
 _logger = logging.getLogger("placement.observe")
 
@@ -128,6 +133,7 @@ class MetricsServer(ThreadingWSGIServer):
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from
             other machines, without authentication.
+        control: answers POST for its paths; None: they are a 404.
         timeout_seconds: the limit of each wait for a client; a whole connection may last twice as
             long.
 
@@ -149,6 +155,7 @@ class MetricsServer(ThreadingWSGIServer):
         port: int = 0,
         address: str = "127.0.0.1",
         timeout_seconds: float = TIMEOUT_SECONDS,
+        control: Control | None = None,
     ) -> None:
         if not address:
             raise ValueError(
@@ -178,6 +185,9 @@ class MetricsServer(ThreadingWSGIServer):
             "/trace": self._trace,
         }
         self._pages["/workers"] = self._workers
+        self._posts: dict[str, Page] = {}
+        if control is not None:
+            self._posts = dict.fromkeys(PATHS, partial(self._do, control))
         self._is_closed = False
         # the time at which each open connection began, oldest first
         self._clients: dict[socket.socket, float] = {}
@@ -249,12 +259,12 @@ class MetricsServer(ThreadingWSGIServer):
         self, environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
-        served = method in ("GET", "HEAD")
-        response = (
-            self._answer({**environ, "REQUEST_METHOD": "GET"})
-            if served
-            else refusal(HTTPStatus.METHOD_NOT_ALLOWED)
-        )
+        if method in ("GET", "HEAD"):
+            response = self._answer({**environ, "REQUEST_METHOD": "GET"}, self._pages)
+        elif method == "POST" and environ["PATH_INFO"] in PATHS:
+            response = self._answer(environ, self._posts)
+        else:
+            response = refusal(HTTPStatus.METHOD_NOT_ALLOWED)
         headers = [
             ("Content-Type", response.content_type),
             ("Cache-Control", "no-store"),
@@ -267,8 +277,8 @@ class MetricsServer(ThreadingWSGIServer):
             return []
         return [response.body] if isinstance(response.body, bytes) else response.body
 
-    def _answer(self, environ: WSGIEnvironment) -> Response:
-        page = self._pages.get(environ["PATH_INFO"])
+    def _answer(self, environ: WSGIEnvironment, pages: Mapping[str, Page]) -> Response:
+        page = pages.get(environ["PATH_INFO"])
         if page is None:
             return refusal(HTTPStatus.NOT_FOUND)
         try:
@@ -326,6 +336,20 @@ class MetricsServer(ThreadingWSGIServer):
         view = worker_view(self._read(), self._journal, name=name, labels=labels)
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
+    def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
+        status, body = control.answer(environ, partial(self._has_gone, environ[_CLIENT]))
+        return Response(status, body, JSON, (("WWW-Authenticate", "Bearer"),))
+
+    def _has_gone(self, client: socket.socket) -> bool:
+        """Whether a client that waits for its answer has closed its connection, or was dropped.
+        Another one may go on waiting."""
+        if client not in self._clients:
+            return True
+        self._clients[client] = time.monotonic()
+        poll = select.poll()
+        poll.register(client, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     # --- the standard library's server calls these
 
     def get_request(self) -> Any:
@@ -372,6 +396,9 @@ class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.timeout_seconds)
+
+    def get_environ(self) -> WSGIEnvironment:
+        return {**super().get_environ(), _CLIENT: self.connection}
 
     def log_message(self, *arguments: Any) -> None:
         _logger.debug(*arguments)

@@ -67,6 +67,8 @@ def take_snapshot(
         device_total_bytes=memory.total_bytes,
         peak_bytes=max(journal.peak_bytes.copy().values(), default=0),
         phase_peak_bytes=journal.peak_bytes.copy(),
+        suspended=phases.is_suspended,
+        suspended_seconds=phases.suspended_seconds,
     )
 
 

@@ -9,9 +9,11 @@ none, for frameworks whose hooks run in different threads.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -44,6 +46,10 @@ def _holder_name(holder: Any) -> str:
         if isinstance(holder, asyncio.Task)
         else f"thread {holder.name!r}"
     )
+
+
+class Suspended(PlacementError):
+    """An outermost phase cannot begin now. Caught where phases are entered."""
 
 
 _NO_PLAN = Plan({})
@@ -80,6 +86,14 @@ class OpenPhases:
         self.all: tuple[OpenPhase, ...] = ()  # the open phases, outermost first
         # names of the handles that `Phase.keep` carries from the last phase into this one
         self.kept: frozenset[str] = frozenset()
+        # the time on the monotonic clock until which `Suspension` suspends the manager
+        self.suspended_until = -math.inf
+        self.suspended_seconds = 0.0  # the seconds for which phases have waited for that
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether nothing belongs on the device outside every phase, whatever the policy says."""
+        return time.monotonic() < self.suspended_until
 
     @property
     def name(self) -> str:
@@ -145,7 +159,14 @@ class OpenPhases:
     def plan_of(self, phases: Sequence[OpenPhase]) -> Plan:
         """The plan that applies while these phases are open, without kept handles: the innermost
         one's, or the idle plan."""
-        return phases[-1].plan if phases else self._planner.ask(IDLE, None, self.kept)[1]
+        if phases:
+            return phases[-1].plan
+        if self.is_suspended:
+            return self.all_offloaded()
+        return self._planner.ask(IDLE, None, self.kept)[1]
+
+    def all_offloaded(self) -> Plan:
+        return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED))
 
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
@@ -159,7 +180,7 @@ class OpenPhases:
         try:
             plan = self.plan_of(self.all[: self.all.index(leaving)])
         except PolicyError as error:
-            plan, failures = Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
+            plan, failures = self.all_offloaded(), [error]
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
@@ -214,7 +235,7 @@ class TransitionLock:
         self.vote = vote
         self._sweep, self._tidy = sweep, tidy
         self._report = report
-        self._is_outside = is_outside
+        self.is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
         """Whether a phase transition is under way. Code that runs inside it (a policy, a factory, a
@@ -250,7 +271,7 @@ class TransitionLock:
             if self._is_busy:  # the transition around this one tells the group
                 yield
                 return
-            with vote.attempt(catches_up=begins and self._is_outside(), error=error):
+            with vote.attempt(catches_up=begins and self.is_outside(), error=error):
                 try:
                     yield
                 except BaseException as raised:
@@ -364,6 +385,8 @@ class Transitions(Protocol):
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None: ...
     def done_with(self, phase: OpenPhase, wanted: Handle | str) -> None: ...
     def abandon(self, phase: OpenPhase) -> None: ...
+    def wait_until_resumed(self, phase: str) -> None: ...
+    def suspend_with_ranks(self) -> None: ...
     def known(self, wanted: Handle | str) -> Handle: ...
 
 
@@ -493,6 +516,17 @@ class PhaseContext(Phase):
 
     def __enter__(self) -> Phase:
         try:
+            self._stack.wait_until_resumed(self.name)
+            while not self._enters():  # it was suspended meanwhile
+                self._stack.wait_until_resumed(self.name)
+        except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
+            self.abandon()
+            raise
+        return Phase(self._stack, self.phase)
+
+    def _enters(self) -> bool:
+        """Enter the phase, unless the manager is suspended."""
+        try:
             with self._stack.lock.attempt(begins=True):
                 if self._was_entered:
                     raise PhaseError(
@@ -500,10 +534,9 @@ class PhaseContext(Phase):
                     )
                 self._was_entered = True
                 self._stack.enter(self.phase)
-        except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
-            self.abandon()
-            raise
-        return Phase(self._stack, self.phase)
+        except Suspended:
+            self._was_entered = False
+        return self._was_entered
 
     def __exit__(
         self,
@@ -524,6 +557,7 @@ class PhaseContext(Phase):
             return  # an error that passed through a phase around it has left it
         with self._stack.lock.attempt(raises_own=True, error=error):
             self._stack.leave(self.phase, error)
+        self._stack.suspend_with_ranks()
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in

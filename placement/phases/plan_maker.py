@@ -10,7 +10,7 @@ from placement.core.errors import BrokenHandleError, EngineError, PhaseError, Pl
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
 from placement.group.vote import GroupVote
-from placement.phases.phase import OpenPhase, innermost
+from placement.phases.phase import OpenPhase, Suspended, innermost
 from placement.planning.planner import (
     Planner,
     check_fits,
@@ -128,11 +128,14 @@ class GroupPlanMaker(PlanMaker):
         action = f"{verb} {wanted.name}"
         if wanted.only is not None:
             action += f" only={','.join(sorted(wanted.only))}"
-        self._planner.least = self.vote.propose(
+        self._planner.least = basis = self.vote.propose(
             action,
             lambda: self._planner.budget_bytes(wanted.name),
             self._planner.whereabouts,
         )
+        if basis.suspension is not None:
+            self.vote.suspend_first(basis.suspension)
+            raise Suspended
         return super().make(verb, wanted)
 
     def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:

@@ -45,16 +45,16 @@ class Ranks(Participant):
 
 
 class LeavingRanks(Participant):
-    """Tells the group that this rank has left the phase `name`, with the errors of that. What was
-    offloaded stays so, whatever the other ranks say. `error`: the user's exception that
-    propagates."""
+    """Tells the group that this rank has left a phase, or the device, with the errors of that. What
+    was offloaded stays so, whatever the other ranks say. `action`: the same text on all ranks.
+    `error`: the user's exception that propagates."""
 
-    def __init__(self, vote: GroupVote, name: str, error: BaseException | None) -> None:
+    def __init__(self, vote: GroupVote, action: str, error: BaseException | None = None) -> None:
         self._vote = vote
-        self._name = name
+        self._action = action
         self._error = error
 
     def finish(self, transition: Transition) -> None:
         transition.errors = self._vote.left(
-            f"leave {self._name}", transition.plan, transition.errors, self._error
+            self._action, transition.plan, transition.errors, self._error
         )

@@ -224,10 +224,14 @@ class Reconciler:
             is_lost_engine = handle.kind == "engine" and handle.broken is not None
             if (handle.is_on_device or is_lost_engine) and not handle.external:
                 return
+        self.trim()
+        self.turn.give_back()
+
+    def trim(self) -> None:
+        """Return to the driver what torch's allocator has cached."""
         with suppress(Exception):  # a device that failed keeps no other manager waiting
             if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
-                self._device.trim()  # what torch's allocator has cached
-        self.turn.give_back()
+                self._device.trim()
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         handles = []

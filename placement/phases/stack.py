@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,11 @@ from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote
 from placement.phases import audit
 from placement.phases.incidents import Incidents
-from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
+from placement.phases.phase import OpenPhase, OpenPhases, Suspended, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
+from placement.phases.suspension import Suspension
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -37,6 +38,7 @@ from placement.storage.transfer.streamed import Streamed
 if TYPE_CHECKING:
     from placement.group.protocol import Group
 
+_NOTHING = nullcontext()
 _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
@@ -88,6 +90,7 @@ class PhaseStack:
             self.incidents.report,
             lambda: all(each.is_abandoned for each in self.phases.all),
         )
+        self.suspension = Suspension(self.lock, self.phases, self._handles, self._leave_the_device)
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
@@ -130,17 +133,16 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
+            if not phases.all and phases.is_suspended:
+                raise Suspended
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)
+            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            self._change(
-                phase,
-                "enter",
-                PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept),
-                back,
-            )
+            with _NOTHING if phases.all else self._telling_ranks():
+                self._change(phase, "enter", wanted, back)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -198,7 +200,8 @@ class PhaseStack:
                 self._leave_abandoned()
             phases.require_leavable(phase)
             others = phases.without(phase)
-            with self._leaving_to(others) as left_to:
+            telling = _NOTHING if others else self._telling_ranks()
+            with telling, self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
@@ -209,7 +212,9 @@ class PhaseStack:
                         left_to,
                         plan,
                         failures,
-                        leaving=None if vote is None else LeavingRanks(vote, phase.name, error),
+                        leaving=None
+                        if vote is None
+                        else LeavingRanks(vote, f"leave {phase.name}", error),
                     )
                 except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
@@ -241,6 +246,43 @@ class PhaseStack:
         """Whether a closed generator's phase has phases of the generator's caller open inside."""
         phases = self.phases.all
         return phase in phases and phases[-1] is not phase and phases[-1].holder is not None
+
+    # --- suspending
+
+    def wait_until_resumed(self, phase: str) -> None:
+        """Wait, before an outermost phase begins, while the manager is suspended."""
+        if self.phases.all:
+            return
+        self.suspend_with_ranks()
+        self.suspension.wait(phase)
+
+    def _telling_ranks(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of suspensions as an outermost phase begins or ends inside."""
+        vote = self.lock.vote
+        return _NOTHING if vote is None else self.suspension.telling(vote)
+
+    def suspend_with_ranks(self) -> None:
+        """Carry out the suspension on which all ranks have agreed, if there is one: all of them
+        suspend, or none."""
+        vote = self.lock.vote
+        if vote is None or vote.agreed is None:
+            return
+        wanted, vote.agreed = vote.agreed, None
+        failures: list[Exception] = [PhaseError("it was interrupted")]
+        try:
+            with self.lock.attempt(raises_own=True), self.lock.transition():
+                leaving = LeavingRanks(vote, f"suspend {wanted.epoch}")
+                failures = self._leave_the_device(leaving)
+        finally:
+            self.suspension.conclude(wanted, failures)
+
+    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> list[Exception]:
+        """Take every handle off the device, outside every phase. Returns what failed."""
+        self._expire_keeps()
+        failures = self.reconciler.retreat(IDLE, self.phases.all_offloaded(), leaving=leaving)
+        self.reconciler.trim()
+        self.reconciler.measure(IDLE)
+        return failures
 
     # --- within a phase
 
@@ -331,6 +373,8 @@ class PhaseStack:
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so
         that no plan has to know."""
+        if self.phases.is_suspended:
+            raise PhaseError("the manager is suspended: nothing is loaded; call resume() first")
         plan = self.phases.base_plan()
         named = {self.known(name).name for name in names}
         changes = self.reconciler.changes
@@ -422,6 +466,7 @@ class PhaseStack:
                     _raise_all(failures)
                 self._device.close()
                 self.lock.is_closed = True
+                self.suspension.end()
                 if (found := self.reconciler.changes.take()) is not None:
                     logger.error("closed: %s", found)
         finally:

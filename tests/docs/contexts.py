@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import socket
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,6 +142,26 @@ def manager(tools: Tools) -> Iterator[Names]:
     yield names
     made.check_integrity()
     assert_nothing_resident(made)
+
+
+@context
+def llmd(tools: Tools) -> Iterator[Names]:
+    """A manager with an actor, in a job whose agent asks for the GPU."""
+    made = placement.Manager(device=simulated(), policy="resident")
+    model = _linear()
+    made.register("actor", model, role="actor")
+    told: Names = {}
+    agent = types.ModuleType("timeslice.snapshot_agent")
+    agent.register_workload = lambda _, **given: told.update(given)  # type: ignore[attr-defined]
+    tools.monkeypatch.setitem(sys.modules, "timeslice", types.ModuleType("timeslice"))
+    tools.monkeypatch.setitem(sys.modules, "timeslice.snapshot_agent", agent)
+    yield {"manager": made}
+    told["on_snapshot"](mode="offload", tags=[])
+    assert_nothing_resident(made)
+    assert made.snapshot().suspended
+    told["on_restore"](tags=[])
+    assert not made.snapshot().suspended
+    made.close()
 
 
 @context

@@ -101,5 +101,7 @@ def make_snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "device_used_bytes": 68,
         "device_total_bytes": 150754820096,
         "peak_bytes": 70,
+        "suspended": True,
+        "suspended_seconds": 74.5,
     }
     return Snapshot(**{**values, **changes})

@@ -134,7 +134,8 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
         "prefetch_discarded_bytes_total",
         "kept_bytes",
     )
-    for name in (*plain, "wrong_writes_total", "expired_keeps_total"):
+    suspended = ("suspended", "suspended_seconds_total")
+    for name in (*plain, "wrong_writes_total", "expired_keeps_total", *suspended):
         put(f"placement_{name}", getattr(snapshot, name.removesuffix("_total")))
     put(
         "placement_host_pageable_bytes",

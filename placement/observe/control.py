@@ -1,0 +1,69 @@
+"""Requests of a client that has the token: `POST /suspend` and `POST /resume`."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from placement.core.errors import PlacementError
+from placement.core.snapshot import SuspensionRequest, SuspensionStatus
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIEnvironment
+
+PATHS = ("/suspend", "/resume")
+_MOST_BYTES = 64 << 10  # the longest body that is read
+TOKEN = re.compile(r"[!-~]+")
+Answer = tuple[HTTPStatus, bytes]
+
+
+class Control:
+    """Suspends and resumes one manager for clients that have the token.
+    `suspend`, `resume`: see `Suspension`. Raises ValueError: the token is no token."""
+
+    def __init__(
+        self,
+        token: str,
+        suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus],
+        resume: Callable[[int | None], SuspensionStatus],
+    ) -> None:
+        if not TOKEN.fullmatch(token):
+            raise ValueError("control: the token must be visible ASCII characters, no blanks")
+        self._token = token.encode()
+        self._suspend, self._resume = suspend, resume
+
+    def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
+        """Do what a client asks for. Returns the status and the body of the answer, as JSON."""
+        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        is_right = hmac.compare_digest(token.encode("latin-1"), self._token)
+        if not is_right or scheme.lower() != "bearer":
+            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
+        length = environ.get("CONTENT_LENGTH") or "0"
+        if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
+            return _refused(HTTPStatus.BAD_REQUEST, "the body needs a Content-Length")
+        if len(length) > 9 or int(length) > _MOST_BYTES:
+            reason = f"the body has more than {_MOST_BYTES} bytes"
+            return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+        body = environ["wsgi.input"].read(int(length))
+        try:
+            request = SuspensionRequest.model_validate_json(body or b"{}")
+            if environ["PATH_INFO"] == "/suspend":
+                status = self._suspend(request, has_gone)
+            else:
+                status = self._resume(request.epoch)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            return _refused(HTTPStatus.BAD_REQUEST, "; ".join(problems))
+        except PlacementError as error:
+            return _refused(HTTPStatus.CONFLICT, str(error))
+        return HTTPStatus.OK, status.model_dump_json().encode()
+
+
+def _refused(status: HTTPStatus, reason: str) -> Answer:
+    return status, json.dumps({"error": reason}).encode()

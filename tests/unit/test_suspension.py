@@ -1,0 +1,356 @@
+"""Suspensions of one process: it leaves the device because another needs it, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import Manager, PhaseError, PlacementError, State
+from placement.core.snapshot import SuspensionStatus
+from placement.testing import assert_nothing_resident
+from tests.group.turn_processes import Sharer
+from tests.support.threads import in_threads, until
+from tests.support.trainer import Trainer
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = trainer_of()
+    yield made
+    made.manager.close()
+
+
+def trainer_of(policy: str = "colocated") -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(lambda device: Manager(device=device, policy=policy))
+
+
+def begun(work: Callable[[], Any]) -> Future[Any]:
+    return ThreadPoolExecutor(1).submit(work)
+
+
+def asked(manager: Manager, **keywords: Any) -> Future[SuspensionStatus]:
+    """Ask in another thread, and return once the request is there."""
+    suspension = manager._stack.suspension
+    before = len(suspension._asked)
+    future = begun(lambda: manager.suspend(30.0, **keywords))
+    until(lambda: len(suspension._asked) > before or future.done())
+    return future
+
+
+def until_one_waits(manager: Manager) -> None:
+    until(lambda: manager.snapshot().suspended_seconds > 0)
+
+
+def losses_of(trainer: Trainer, steps: int = 4) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        with trainer.manager.phase("log_prob") as step:
+            target = trainer.judge()
+            step.switch("train")
+            losses.append(trainer.learn(target))
+    return losses
+
+
+# --- when it takes effect
+
+
+def test_it_takes_effect_at_the_end_of_the_outermost_phase(trainer: Trainer) -> None:
+    manager = trainer.manager
+    with manager.phase("train") as step:
+        future = asked(manager)
+        with manager.phase("checkpoint"):
+            pass
+        step.switch("log_prob")
+        step.switch("train")
+        trainer.learn()
+        assert not future.done()
+        assert not manager.snapshot().suspended
+    status = future.result(30)
+    assert (status.epoch, status.suspended, status.resident_bytes) == (1, True, 0)
+    assert status.snapshot.suspended
+    assert trainer.faults.memory().chunk_bytes == 0
+    assert SuspensionStatus.model_validate_json(status.model_dump_json()) == status
+
+
+@pytest.mark.parametrize("policy", ["resident", "cyclic"])
+def test_what_a_policy_keeps_in_idle_leaves_and_returns_with_the_next_phase(policy: str) -> None:
+    trainer = trainer_of(policy)
+    losses_of(trainer)
+    manager = trainer.manager
+    assert manager.handles["actor"].state is State.GPU_RESIDENT
+    status = manager.suspend()
+    assert status.resident_bytes == trainer.faults.memory().chunk_bytes == 0
+    assert manager.audit().ok
+    assert_nothing_resident(manager)
+    manager.resume()
+    assert manager.handles["actor"].state is State.CPU_OFFLOADED
+    losses_of(trainer, 1)
+    assert manager.handles["actor"].state is State.GPU_RESIDENT
+    manager.close()
+
+
+def test_nothing_comes_to_the_device_while_suspended() -> None:
+    trainer = trainer_of("resident")
+    manager = trainer.manager
+    manager.suspend()
+    manager.unregister("ref")
+    handle = manager.register("ref", trainer.ref, role="ref", readonly=True)
+    assert handle.state is State.CPU_OFFLOADED
+    with pytest.raises(PhaseError, match="suspended: nothing is loaded"):
+        manager.unregister("ref", on_device=True)
+    with pytest.raises(PhaseError, match="suspended: nothing is loaded"):
+        manager.close(on_device=["actor"])
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def test_a_kept_handle_leaves_too(trainer: Trainer) -> None:
+    with trainer.manager.phase("log_prob") as phase:
+        phase.keep("ref")
+    trainer.manager.suspend()
+    assert_nothing_resident(trainer.manager)
+    assert trainer.manager.snapshot().expired_keeps == 1
+
+
+def test_losses_are_those_of_a_run_without(trainer: Trainer) -> None:
+    alone = losses_of(trainer_of(), 6)
+    manager = trainer.manager
+    work = begun(lambda: losses_of(trainer, 6))
+    for _ in range(3):
+        manager.suspend()
+        assert trainer.faults.memory().chunk_bytes == 0
+        manager.resume()
+    assert work.result(60) == alone
+
+
+def test_the_cache_of_torchs_allocator_is_emptied(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[bool] = []
+    monkeypatch.setattr(trainer.faults, "torch_allocated_bytes", lambda: -1)
+    monkeypatch.setattr(trainer.faults, "trim", lambda: trimmed.append(True))
+    trainer.manager.suspend()
+    assert trimmed == [True]
+
+
+def test_a_suspended_manager_has_no_turn(tmp_path: Path) -> None:
+    sharer = Sharer(str(tmp_path))
+    with sharer.manager.phase("log_prob") as phase:
+        phase.keep("actor")
+    assert sharer.has_turn
+    sharer.manager.suspend()
+    assert not sharer.has_turn
+    sharer.manager.close()
+
+
+# --- the phase that waits
+
+
+def test_the_next_phase_waits_with_one_line_and_a_count(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "placement")
+    manager = trainer.manager
+    manager.suspend()
+    work = begun(lambda: losses_of(trainer, 2))
+    until(lambda: manager.snapshot().suspended_seconds > 0.1)
+    assert not work.done()
+    assert manager.snapshot().phases == ()
+    assert manager.audit().ok  # the wait holds no lock
+    manager.resume()
+    work.result(30)
+    lines = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
+    assert lines == ["phase log_prob waits: suspended (epoch 1)"]
+    snapshot = manager.snapshot()
+    assert snapshot.suspended_seconds >= 0.1
+    assert snapshot.phase_stall_seconds["log_prob"] < snapshot.suspended_seconds
+
+
+def test_enter_and_hold_wait_too(trainer: Trainer) -> None:
+    manager = trainer.manager
+
+    def enter() -> None:
+        manager.enter("log_prob")
+        manager.leave()
+
+    for opens in (enter, lambda: manager.hold("log_prob").release()):
+        before = manager.snapshot().suspended_seconds
+        manager.suspend()
+        work = begun(opens)
+        until(lambda before=before: manager.snapshot().suspended_seconds > before)
+        assert not work.done()
+        manager.resume()
+        work.result(30)
+
+
+def test_ctrl_c_ends_the_wait(trainer: Trainer) -> None:
+    manager = trainer.manager
+    manager.suspend()
+
+    def interrupt() -> None:
+        until_one_waits(manager)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = begun(interrupt)
+    with pytest.raises(KeyboardInterrupt), manager.phase("train"):
+        raise AssertionError("entered")
+    interrupting.result(30)
+    assert manager.phase_name == "idle"
+    manager.resume()
+    losses_of(trainer, 1)
+
+
+def test_close_ends_the_wait() -> None:
+    trainer = trainer_of()
+    trainer.manager.suspend()
+    work = begun(lambda: losses_of(trainer, 1))
+    until_one_waits(trainer.manager)
+    trainer.manager.close()
+    with pytest.raises(PlacementError, match="this manager is closed"):
+        work.result(30)
+
+
+def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
+    manager = trainer.manager
+    manager.suspend(resume_after_seconds=0.2)
+    assert manager.snapshot().suspended
+    losses_of(trainer, 1)
+    snapshot = manager.snapshot()
+    assert not snapshot.suspended
+    assert 0 < snapshot.suspended_seconds < 30
+    with pytest.raises(PhaseError, match="epoch 1 cannot begin: the last one, 1, is over"):
+        manager.suspend(epoch=1)
+
+
+# --- refusals
+
+
+def test_past_the_deadline_it_is_refused_and_forgotten(trainer: Trainer) -> None:
+    manager = trainer.manager
+    message = (
+        r"not possible within 0.05 s \(open phases: train > log_prob; on the device: actor, ref"
+    )
+    with (
+        manager.phase("train"),
+        manager.phase("log_prob"),
+        pytest.raises(PhaseError, match=message),
+    ):
+        begun(lambda: manager.suspend(0.05)).result(30)
+    losses_of(trainer, 1)
+    assert manager.resume().epoch == 0
+
+
+def test_in_the_thread_of_the_open_phase_it_is_refused_at_once(trainer: Trainer) -> None:
+    manager = trainer.manager
+    with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase 'train' o"):
+        manager.suspend(3600)
+
+    async def in_a_task() -> None:
+        with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase"):
+            manager.suspend(3600)
+
+    asyncio.run(in_a_task())
+
+
+def test_a_device_that_fails_refuses_it_and_loses_nothing() -> None:
+    trainer = trainer_of("resident")
+    alone = losses_of(trainer_of("resident"), 4)
+    first = losses_of(trainer, 2)
+    trainer.faults.fail("copy", forever=True)
+    with pytest.raises(PhaseError, match="injected"):
+        trainer.manager.suspend()
+    assert not trainer.manager.snapshot().suspended
+    trainer.faults.clear()
+    assert first + losses_of(trainer, 2) == alone
+    trainer.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error"),
+    [
+        ({"deadline": 0}, ValueError),
+        ({"deadline": float("nan")}, ValueError),
+        ({"deadline": float("inf")}, ValueError),
+        ({"deadline": "30"}, ValueError),
+        ({"deadline": True}, ValueError),
+        ({"resume_after_seconds": -1}, ValueError),
+        ({"epoch": 0}, ValueError),
+        ({"epoch": 1.5}, ValueError),
+    ],
+)
+def test_bad_arguments(trainer: Trainer, keywords: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(keywords))):
+        trainer.manager.suspend(**keywords)
+    assert trainer.manager.resume().epoch == 0
+
+
+# --- epochs
+
+
+def test_twice_is_once(trainer: Trainer) -> None:
+    manager = trainer.manager
+    with manager.phase("train"):
+        futures = [asked(manager) for _ in range(3)]
+    assert {future.result(30).epoch for future in futures} == {1}
+    assert manager.suspend().epoch == manager.suspend(epoch=1).epoch == 1
+    assert [manager.resume().suspended for _ in range(2)] == [False, False]
+    assert manager.suspend().epoch == 2
+
+
+def test_an_old_epoch_is_refused(trainer: Trainer) -> None:
+    manager = trainer.manager
+    assert manager.suspend(epoch=7).epoch == 7
+    with pytest.raises(PhaseError, match="epoch 6 cannot begin: the last one, 7, is suspended now"):
+        manager.suspend(epoch=6)
+    with pytest.raises(PhaseError, match="epoch 8 cannot begin: the last one, 7, is suspended now"):
+        manager.suspend(epoch=8)
+    with pytest.raises(PhaseError, match="resume: epoch 6 is not the last one, 7"):
+        manager.resume(epoch=6)
+    assert manager.snapshot().suspended
+    assert not manager.resume(epoch=7).suspended
+    assert not manager.resume(epoch=7).suspended
+    assert manager.suspend().epoch == 8
+
+
+def test_of_two_that_ask_the_newer_one_gets_it(trainer: Trainer) -> None:
+    manager = trainer.manager
+    with manager.phase("train"):
+        older, newer = asked(manager, epoch=3), asked(manager, epoch=4)
+    assert newer.result(30).epoch == 4
+    with pytest.raises(PhaseError, match="epoch 3 cannot begin: the last one, 4, is suspended now"):
+        older.result(30)
+
+
+def test_resume_without_suspend_does_nothing(trainer: Trainer) -> None:
+    status = trainer.manager.resume()
+    assert (status.epoch, status.suspended) == (0, False)
+    losses_of(trainer, 1)
+
+
+def test_a_suspension_before_every_phase_changes_no_loss(trainer: Trainer) -> None:
+    manager, steps = trainer.manager, 10
+    alone, losses = losses_of(trainer_of(), steps), []
+
+    def work() -> None:
+        for _ in range(steps):
+            losses.extend(losses_of(trainer, 1))
+
+    def disturb() -> None:
+        for number in range(steps):
+            until(lambda number=number: len(losses) >= number)
+            manager.suspend()
+            assert trainer.faults.memory().chunk_bytes == 0
+            manager.resume()
+
+    assert in_threads(work, disturb) == [None] * 2
+    assert losses == alone
