@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
