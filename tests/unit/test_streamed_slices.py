@@ -12,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from placement import IntegrityError
 from placement.registration.streamed_optimizer import sliceable_state
-from tests.unit.test_streamed_optimizer import STEPPED, Pair, adamw
+from tests.support.buckets import set_bucket_bytes
+from tests.unit.test_streamed_optimizer import BUCKET, STEPPED, Pair, adamw
 
 LARGE = 40_001
 """Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is
 aligned to nothing."""
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets() -> None:
+    set_bucket_bytes(BUCKET)
 
 
 class Lone(nn.Module):
@@ -84,11 +91,10 @@ def test_any_sizes(sizes: list[int], name: str) -> None:
     [([(40, 8), (LARGE // 8, 8)], True), ([(40, 8), *[(1000,)] * 30], False)],
     ids=["sliced", "many"],
 )
-def test_state_that_is_begun_anew_beside_state_that_was_replaced(
+def test_state_that_is_begun_anew_beside_later_buckets(
     shapes: list[tuple[int, ...]], has_stepped: bool
 ) -> None:
-    """The step creates the one while later buckets have still to use the other, which lies in
-    torch's memory until the end."""
+    """The step creates it while later buckets have still to be used."""
     pair = Sliced(adamw, model=Lone(*shapes))
     pair.steps(2)
     with pair.manager.phase("train"):
@@ -96,10 +102,23 @@ def test_state_that_is_begun_anew_beside_state_that_was_replaced(
             pair.one_step(2)
         for net, optimizer in pair.both():
             del optimizer.state[net.weights[0]]
-            last = net.weights[-1]
-            optimizer.state[last]["exp_avg"] = torch.full_like(last, 0.25)
         pair.one_step(3)
     pair.check()
+    pair.steps(2)
+    pair.check()
+
+
+def test_state_that_was_replaced_is_refused_by_name_until_it_is_restored() -> None:
+    """In a streamed step the state is off the device in the phase, too."""
+    pair = Sliced(adamw, model=Lone((40, 8), (LARGE // 8, 8)))
+    pair.steps(2)
+    with pair.manager.phase("train"):
+        last = pair.net.weights[-1]
+        pair.optimizer.state[last]["exp_avg"] = torch.full_like(last, 0.25)
+        gradients(pair.net, 2)
+        with pytest.raises(IntegrityError, match=r"state\.1\.exp_avg of 'adam' were replaced"):
+            pair.optimizer.step()
+    pair.handle.restore()
     pair.steps(2)
     pair.check()
 
