@@ -150,7 +150,11 @@ class World(RuleBasedStateMachine):
                 return exits
             # where a load at an exit finds the write, it is a note on its error
             told = " ".join([str(error), *getattr(error, "__notes__", [])])
-            reported = {name for name in self.unreported if repr(name) in told}
+            reported = {
+                name
+                for name in self.unreported
+                if f"added to {name!r}" in told or f"of {name!r} were replaced" in told
+            }
             is_written = "The written values are lost" in told
             if isinstance(error, IntegrityError) and (reported or expected):
                 assert is_written is expected, told
