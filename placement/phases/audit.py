@@ -207,8 +207,8 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:
         detail = (
-            f"{name} ({nbytes:,} bytes) is at no address of the handle: something outside placement "
-            "added, moved or replaced it"
+            f"{name} ({nbytes:,} bytes) is at no address of the handle: something outside "
+            "placement added, moved or replaced it"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
     if (detached := handle.detached_parameters()) > handle.detached_at_registration:
