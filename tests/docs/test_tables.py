@@ -30,7 +30,7 @@ from placement.frameworks.base import Framework
 from placement.observe.collector import SnapshotCollector
 from placement.testing import SimulatedDevice
 from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
-from tests.unit.test_architecture import ROOMS
+from tests.project.test_architecture import ROOMS
 
 PACKAGE = Path(placement.__file__).parent
 CONCEPTS, ARCHITECTURE, TROUBLESHOOTING = (

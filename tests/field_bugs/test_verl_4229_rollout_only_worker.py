@@ -3,7 +3,7 @@ engine did not find its memory.
 
 `worker_role="rollout"` with the policy `async_rollout`, and the trainer registered as `Lazy`: its
 factories are never called. Every public call works on what was never built. How much that saves:
-`bench/rollout_only.py`, which tests/unit/test_bench.py runs.
+`bench/rollout_only.py`, which tests/project/test_bench.py runs.
 """
 
 from __future__ import annotations

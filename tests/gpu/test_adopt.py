@@ -20,7 +20,7 @@ from placement.devices.cuda.device import CudaDevice
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import layout as range_layout
 from placement.storage.layout import Adoptee, RangeLayout
-from tests.unit.test_adopt import claims_of
+from tests.storage.test_adopt import claims_of
 
 pytestmark = pytest.mark.gpu
 

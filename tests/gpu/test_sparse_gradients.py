@@ -13,7 +13,7 @@ from torch import nn
 import placement
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
-from tests.unit.test_sparse_gradients import WIDTH, WORDS, assert_parts, build, parts, tokens_of
+from tests.storage.test_sparse_gradients import WIDTH, WORDS, assert_parts, build, parts, tokens_of
 
 pytestmark = pytest.mark.gpu
 

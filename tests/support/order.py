@@ -17,9 +17,9 @@ from tests.support.durations import file_of, recorded
 
 _TOGETHER = {
     "programs": (
-        "tests/unit/test_processes.py",
-        "tests/unit/test_host.py",
-        "tests/unit/test_host_reserve.py",
+        "tests/phases/test_processes.py",
+        "tests/devices/test_host.py",
+        "tests/devices/test_host_reserve.py",
         "tests/observe/test_logs.py",
     ),
     "peft": (

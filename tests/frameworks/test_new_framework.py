@@ -17,7 +17,7 @@ from placement.frameworks import base
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.tensors.plain import Owned
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.test_resolve import install
+from tests.planning.test_resolve import install
 
 
 class Crate(nn.Module):

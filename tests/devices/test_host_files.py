@@ -27,12 +27,12 @@ from placement.devices.host.file_slab import FileSlab, LimitedHost, read_ahead
 from placement.devices.host.slab import MADV_DONTNEED, PAGE, cut, libc
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.checkpoint.test_saving import late_worker
+from tests.planning.test_prefetch import ALL
+from tests.registration.test_streamed_optimizer import Pair, adamw
 from tests.support.forked import exit_code
 from tests.support.threads import until
 from tests.support.worker import CAPACITY, Worker, assert_same, batch, learn, net
-from tests.unit.test_prefetch import ALL
-from tests.unit.test_saving import late_worker
-from tests.unit.test_streamed_optimizer import Pair, adamw
 
 MIB = 1 << 20
 _MS_SYNC = 4

@@ -25,7 +25,7 @@ from placement.devices.host.slab import PAGE
 from placement.devices.memory import Addresses, Chunk, HostSlab
 from placement.devices.select import select_device
 from placement.testing import SimulatedDevice
-from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
+from tests.devices.fake_driver import POISON, STEP, FakeDriver, Result
 
 SIZE = 4 * STEP
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from placement import IntegrityError
 from placement.registration.streamed_optimizer import sliceable_state
+from tests.registration.test_streamed_optimizer import BUCKET, STEPPED, Pair, adamw
 from tests.support.buckets import set_bucket_bytes
-from tests.unit.test_streamed_optimizer import BUCKET, STEPPED, Pair, adamw
 
 LARGE = 40_001
 """Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is

@@ -25,11 +25,11 @@ import placement
 from placement import Plan, State, View
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
+from tests.planning.test_prefetch import ALL, CHUNK
+from tests.publish.test_publish_changes import Receiver
 from tests.support.buckets import set_bucket_bytes
 from tests.support.late_device import LateDevice
 from tests.support.worker import assert_same, learn, net
-from tests.unit.test_prefetch import ALL, CHUNK
-from tests.unit.test_publish_changes import Receiver
 
 IS_SWEEP = os.environ.get("SWEEP") == "all"
 WIDTH, LAYERS = 24, 8

@@ -12,8 +12,8 @@ from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host import threads
 from placement.devices.host.slab import PAGE, Reservation, Slab, promised_bytes, wait_until_ready
+from tests.devices.test_host import mapped
 from tests.support.programs import Programs
-from tests.unit.test_host import mapped
 
 LONG = 60
 """Seconds after which something that must happen has not happened."""

@@ -22,6 +22,7 @@ from placement import Manager
 from placement.devices import base
 from placement.tensors.plain import nested_tensors
 from placement.testing import assert_nothing_resident
+from tests.ownership.test_optimizer_containers import more, run, values
 from tests.support.worker import (
     assert_same,
     batch,
@@ -31,7 +32,6 @@ from tests.support.worker import (
     net,
     through_a_file,
 )
-from tests.unit.test_optimizer_containers import more, run, values
 
 
 class Held:

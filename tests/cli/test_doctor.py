@@ -16,7 +16,7 @@ from placement.devices import inspection
 from placement.devices.host.slab import Slab
 from placement.devices.inspection import Inspection, inspect, settled
 from placement.testing import Faults, InjectedFault, SimulatedDevice
-from tests.unit.test_host import GPU, machine
+from tests.devices.test_host import GPU, machine
 
 CHUNK = 64 << 10
 

@@ -19,11 +19,11 @@ from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RANGES, Range
 from placement.testing import InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.planning.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 from tests.support.buckets import set_bucket_bytes
 from tests.support.early import Early, wait_for_copies
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn, trained
-from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 
 
 def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
