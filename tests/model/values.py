@@ -13,7 +13,7 @@ from hypothesis.stateful import precondition, rule
 from placement import NotResidentError, PhaseError, State, TorchEngine
 from tests.model.architectures import backward
 from tests.model.shadow import Facts, Shadow, raw
-from tests.model.world import World
+from tests.model.world import REPLACED, World
 
 ANY = st.integers(0, 5)
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -233,10 +233,13 @@ class Values(World):
     @about(is_module, may_change)
     def add_parameter(self, shadow: Shadow) -> None:
         """As LoRA does, in every state."""
+        name, added = (
+            f"lora_{len(shadow.object._parameters)}",
+            torch.nn.Parameter(torch.randn(3, 5)),
+        )
         if is_off(shadow):
-            self.unreported.add(shadow.handle.name)
-        added = torch.nn.Parameter(torch.randn(3, 5))
-        shadow.object.register_parameter(f"lora_{len(shadow.object._parameters)}", added)
+            self.unreported.add((shadow.handle.name, name))
+        shadow.object.register_parameter(name, added)
         for optimizer in shadow.optimizers:
             optimizer.object.add_param_group({"params": [added]})
             optimizer.full_dicts.clear()  # they know nothing of the new parameter
@@ -291,19 +294,20 @@ class Values(World):
             and holding.read_host(each) is not None
             and holding.has_place(each)
         ]
-        if not placed or self.was_written or shadow.handle.name in self.unreported:
+        name = shadow.handle.name
+        if not placed or self.was_written or any(name == handle for handle, _ in self.unreported):
             return
         with torch.no_grad():
             REPLACES[way](placed[0])
         assert any(each.handle == shadow.handle.name for each in self.manager.audit().findings)
-        self.unreported.add(shadow.handle.name)
+        self.unreported.add((name, REPLACED))
         if phase is not None and len(self.levels) < 4:
             self.armed = None
             context = self.manager.phase(phase)
             self.open(phase, None, context, context.__enter__)
             assert not shadow.handle.is_on_device
         shadow.handle.restore()
-        self.unreported.discard(shadow.handle.name)
+        self.unreported.discard((name, REPLACED))
         assert not [
             finding
             for finding in self.manager.audit().findings

@@ -39,6 +39,17 @@ class Level:
         return self.phase is not None
 
 
+REPLACED = "replaced"
+
+
+def is_told(told: str, handle: str, tensor: str) -> bool:
+    """Whether an error names this change. See `World.unreported`."""
+    if tensor == REPLACED:
+        return f"of {handle!r} were replaced" in told
+    names, is_about, _ = told.partition(f" were added to {handle!r}")
+    return bool(is_about) and tensor in names.rpartition(". ")[2]
+
+
 class World(RuleBasedStateMachine):
     """A real manager on a simulated device that can be told to fail, beside what it should be
     doing."""
@@ -62,7 +73,9 @@ class World(RuleBasedStateMachine):
         """False after a fault at an exit, until the next phase transition has made it good."""
         self.was_written = False
         """Something wrote into offloaded memory since the last phase transition."""
-        self.unreported: set[str] = set()
+        # handle and tensor of what was added while it was offloaded, or `REPLACED`, until an error
+        # names it
+        self.unreported: set[tuple[str, str]] = set()
         """Handles to which tensors were added, or of which tensors were replaced, while they were
         offloaded."""
         self.armed: tuple[str, int] | None = None
@@ -151,9 +164,9 @@ class World(RuleBasedStateMachine):
             # where a load at an exit finds the write, it is a note on its error
             told = " ".join([str(error), *getattr(error, "__notes__", [])])
             reported = {
-                name
-                for name in self.unreported
-                if f"added to {name!r}" in told or f"of {name!r} were replaced" in told
+                (handle, tensor)
+                for handle, tensor in self.unreported
+                if is_told(told, handle, tensor)
             }
             is_written = "The written values are lost" in told
             if isinstance(error, IntegrityError) and (reported or expected):
@@ -173,8 +186,8 @@ class World(RuleBasedStateMachine):
             assert not expected, (
                 "a write into offloaded memory was not found at the phase transition"
             )
-            for name in self.unreported:
-                assert not self.on_device(name), f"what was added to {name!r} was not reported"
+            for handle, _ in self.unreported:
+                assert not self.on_device(handle), f"what was added to {handle!r} was not reported"
             if self.device.fired == fired and moves:
                 self.is_settled = True
             return True
