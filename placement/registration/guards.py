@@ -535,6 +535,8 @@ def install_on_new(handle: Handle) -> None:
 
 
 def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[Any]) -> None:
+    """Have calls of the modules refused while the handle is off the device: by a hook that looks at
+    each call, or, where placement moves the bytes, by a guard that is on only meanwhile."""
     if (holding := handle.holding) is None:
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
