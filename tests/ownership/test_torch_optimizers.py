@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from placement.devices import base
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same, make_manager
@@ -95,6 +96,8 @@ def test_every_optimizer_with_every_set_of_options(
     database: Database, factors: tuple[float, ...]
 ) -> None:
     for info, options in database:
+        if info.only_supports_sparse_grads and not base.can_swap():
+            continue  # torch before 2.13 cannot take in such a gradient on a device in host memory
         wanted = outcome(info, options, factors)
         assert_same(outcome(info, options, factors, Colocated()), wanted)
 

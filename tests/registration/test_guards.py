@@ -28,6 +28,7 @@ from placement import (
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice
+from tests.support.frameworks import new_accelerator
 from tests.support.worker import (
     OFF,
     Scripted,
@@ -238,18 +239,10 @@ def _method(module: nn.Module) -> Callable[[], object]:
 
 
 def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
-    accelerate = pytest.importorskip("accelerate")
-    _forget_precision(accelerate)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = new_accelerator(mixed_precision="bf16")
     accelerator.prepare(module)
-    _forget_precision(accelerate)
+    new_accelerator()  # accelerate refuses another precision than the process's first
     return lambda: accelerator.unwrap_model(module, keep_fp32_wrapper=False)
-
-
-def _forget_precision(accelerate: types.ModuleType) -> None:
-    """accelerate keeps the first precision that is chosen for the whole process, and refuses
-    another one."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("patch", [_wrapped, _method, _accelerate_mixed_precision])

@@ -18,6 +18,7 @@ from placement.devices.memory import Chunk
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.buckets import set_bucket_bytes
+from tests.support.frameworks import new_accelerator
 from tests.support.worker import OFF, assert_same
 
 CHUNK = 16 << 10
@@ -344,7 +345,7 @@ def learn_with(accelerator: Any, net: Any, wrapper: Any, step: int) -> None:
 def test_steps_through_accelerates_wrapper_are_streamed(way: str) -> None:
     """Every other batch only adds to the gradients: then the wrapper's step does nothing."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed here")
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
     schedulers: list[Any] = []
 
     def prepared(net: nn.Module) -> Any:

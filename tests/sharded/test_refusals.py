@@ -12,6 +12,7 @@ from torch import nn
 
 from placement import RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.frameworks import new_accelerator
 from tests.support.worker import batch, learn, make_manager, net
 
 CPU = torch.device("cpu")
@@ -81,9 +82,8 @@ def test_modules_that_accelerate_moves_are_refused_and_those_that_it_leaves_in_p
 
 def test_an_optimizer_that_accelerate_wraps_is_guarded_and_moved() -> None:
     """It is a torch optimizer whose constructor never ran: it has no hooks of its own."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed here")
     model = net()
-    adam = accelerate.Accelerator(cpu=True).prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    adam = new_accelerator().prepare_optimizer(torch.optim.AdamW(model.parameters()))
     manager = make_manager()
     manager.register("actor", model, role="actor")
     handle = manager.register("actor.optimizer", adam)

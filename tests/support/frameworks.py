@@ -39,3 +39,15 @@ def needs(name: str) -> Any:
     if not is_there:
         pytest.skip(f"{package} is not installed here", allow_module_level=True)
     return Later(name)
+
+
+def new_accelerator(**options: Any) -> Any:
+    """An accelerator that knows nothing of earlier ones.
+
+    accelerate keeps its precision, and whether the next step is one, for the whole process: after a
+    test that stops between two steps, the wrapper of another test's optimizer would not step.
+    """
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed here")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True, **options)
