@@ -29,7 +29,10 @@ if os.path.exists(os.path.join(_PACKAGE, "deploy.py")):
     )
 
 
-def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def on_demand(
+    package: str,
+    places: Mapping[str, str],
+) -> Callable[[str], Any]:
     """Return a `__getattr__` for the package of this name. `places` has the module of each
     attribute.
 
@@ -38,12 +41,14 @@ def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """
 
     def load(name: str) -> Any:
-        if (place := places.get(name)) is None:
+        place = places.get(name)
+        if place is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, _, other_name = place.partition(":")
-        module = importlib.import_module(f"{package}.{path}")
-        found = module if place == name else getattr(module, other_name or name)
-        setattr(sys.modules[package], name, found)
-        return found
+        value: Any = importlib.import_module(f"{package}.{path}")
+        if place != name:
+            value = getattr(value, other_name or name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     return load

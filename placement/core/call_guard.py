@@ -49,7 +49,10 @@ class GuardedForward:
     its class is called."""
 
     def __init__(
-        self, check: Check, module: torch.nn.Module, before: Callable[..., Any] | None = None
+        self,
+        check: Check,
+        module: torch.nn.Module,
+        before: Callable[..., Any] | None = None,
     ) -> None:
         self.check = check
         self.before = before
@@ -60,11 +63,11 @@ class GuardedForward:
         return self._plain()(*args, **kwargs)
 
     def _plain(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before
         module = self.module()
-        assert module is not None, "whoever calls its forward holds the module"
-        return (
-            types.MethodType(type(module).forward, module) if self.before is None else self.before
-        )
+        assert module is not None, "the caller of its forward holds the module"
+        return types.MethodType(type(module).forward, module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -83,7 +86,7 @@ class GuardedForward:
             raise AttributeError(name)
         return getattr(self._plain(), name)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[torch.nn.Module | None, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A copied module gets the method of its class; copying is refused while the module is
         offloaded."""
         self.check.refuse_copy()
@@ -117,13 +120,14 @@ class CallGuard:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between.
         Idempotent."""
         for forward in self._forwards:
-            if (module := forward.module()) is None:
+            module = forward.module()
+            if module is None:
                 continue
-            own = module.__dict__
-            if forward in self._roots or "forward" in own or own["_forward_pre_hooks"]:
+            fields = module.__dict__
+            if forward in self._roots or "forward" in fields or fields["_forward_pre_hooks"]:
                 self._refuse(module, forward)
-            else:  # tens of thousands in a mixture of experts, which nobody has touched
-                own["forward"] = forward
+            else:  # tens of thousands in a mixture of experts, which have no patches
+                fields["forward"] = forward
 
     def _refuse(self, module: torch.nn.Module, forward: GuardedForward) -> None:
         """Refuse a root, or a module on which a framework has put hooks or a `forward` of its own.
@@ -134,53 +138,60 @@ class CallGuard:
         if isinstance(before, GuardedForward) and before.check is self._check:
             return
         self._hooks.append(module.register_forward_pre_hook(self._check, prepend=True))
-        # A new guard around each patch, because whoever patched `forward` since the last time may
-        # call the previous guard.
-        vars(module)["forward"] = (
-            forward if before is None else GuardedForward(self._check, module, before)
-        )
+        # A new guard around each patch, because a patch since the last time may call the previous
+        # guard.
+        if before is not None:
+            forward = GuardedForward(self._check, module, before)
+        vars(module)["forward"] = forward
 
     def allow(self) -> None:
         """Allow calls again. Called when the bytes are back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
         for forward in self._forwards:
-            if (module := forward.module()) is None:
+            module = forward.module()
+            if module is None:
                 continue
-            own = module.__dict__
-            guard = own.get("forward")
+            fields = module.__dict__
+            guard = fields.get("forward")
             if guard is forward:
-                del own["forward"]
+                del fields["forward"]
             elif isinstance(guard, GuardedForward) and guard.check is self._check:
-                own["forward"] = guard.before
+                fields["forward"] = guard.before
 
     def remove(self) -> None:
         self.allow()
-        self._roots, self._forwards = [], []
+        self._roots = []
+        self._forwards = []
         _IN_USE.discard(self)
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """The roots, and every submodule that has or contains a tensor. A call of any other submodule
     needs no bytes."""
-    needed: dict[int, bool] = {}
+    has_tensors: dict[int, bool] = {}
     for root in roots:
-        _has_tensors(root, needed)
+        _note_tensors(root, has_tensors)
     for root in roots:
-        needed[id(root)] = True
+        has_tensors[id(root)] = True
     modules = {id(module): module for root in roots for module in root.modules()}
-    return [module for key, module in modules.items() if needed[key]]
+    return [module for key, module in modules.items() if has_tensors[key]]
 
 
-def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
-    if id(module) not in seen:
-        seen[id(module)] = False  # a module may be inside itself
-        children = [
-            _has_tensors(child, seen) for child in module._modules.values() if child is not None
-        ]
-        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        seen[id(module)] = any(children) or any(isinstance(each, torch.Tensor) for each in own)
-    return seen[id(module)]
+def _note_tensors(module: torch.nn.Module, has_tensors: dict[int, bool]) -> bool:
+    """Note by `id` of this module, and of each submodule, whether it has or contains a tensor.
+    Returns whether this one does."""
+    if id(module) in has_tensors:
+        return has_tensors[id(module)]
+    has_tensors[id(module)] = False  # a module may be inside itself
+    has_any = False
+    for child in module._modules.values():
+        if child is not None:
+            has_any |= _note_tensors(child, has_tensors)
+    for fields in (module._parameters, module._buffers, vars(module)):
+        has_any = has_any or any(isinstance(value, torch.Tensor) for value in fields.values())
+    has_tensors[id(module)] = has_any
+    return has_any
 
 
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()

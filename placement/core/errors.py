@@ -7,6 +7,7 @@ All are a `PlacementError`, and `EngineLost` is an `EngineError`. A caller's pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class PlacementError(Exception):
@@ -83,7 +84,7 @@ class GroupError(PlacementError):
         super().__init__(message)
         self.failures = dict(failures)
 
-    def __reduce__(self) -> tuple[type[GroupError], tuple[str, dict[int, str]], dict[str, object]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Ray and multiprocessing pickle exceptions. The default would rebuild this one without its
         # reasons.
         return type(self), (str(self), self.failures), self.__dict__
@@ -96,4 +97,5 @@ class CoordinatorLost(PlacementError):
 
 def listed(names: Sequence[str]) -> str:
     """The first names of many, and the number of the others, for a message."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

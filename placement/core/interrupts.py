@@ -6,8 +6,8 @@ cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the
 receives signals, and only a handler that Python installed (such as its own, which raises
 KeyboardInterrupt) is deferred.
 
-A `WeakIdSet` may be iterated while a collection or another thread changes it. What a collection
-drops on a `BackgroundThread` begins no phase transition there.
+A `WeakIdSet` may be iterated while a collection or another thread changes it. Objects that a
+collection drops on a `BackgroundThread` begin no phase transition there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Deferral:
         """Stop deferring, and put the handler back that was in place before."""
         global _current  # noqa: PLW0603 (see above)
         _current = None
-        # else somebody has installed another one in the block, which stays
+        # else the block has installed another handler, which stays
         if _signal.getsignal(_SIGINT) is self:
             _signal.signal(_SIGINT, self._before)
 
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_end_in_child)
 
 
 def postponed() -> AbstractContextManager[None]:
-    """As `deferred`, in the callback of a weak reference: what that raises is lost."""
+    """As `deferred`, in the callback of a weak reference, whose errors are lost."""
     return deferred(_Postponement)
 
 
@@ -139,23 +139,30 @@ def check() -> None:
 
 
 def looks(seconds: float, first_pause: float, longest_pause: float) -> Iterator[None]:
-    """Let the caller look for something again and again, with growing pauses, at which a noted
+    """Let the caller check a condition again and again, with growing pauses, at which a noted
     interrupt is raised.
 
-    Ends after `seconds`, with a last look at the end. The caller leaves the loop when it has found
-    it; behind the loop it has not.
+    The caller leaves the loop once the condition holds. The loop ends after `seconds`, with a last
+    check at the end.
     """
-    until, pause = time.monotonic() + seconds, first_pause
+    deadline = time.monotonic() + seconds
+    pause = first_pause
     while True:
         yield
-        if (left := until - time.monotonic()) <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             return
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, seconds_left))
         check()
         pause = min(1.5 * pause, longest_pause)
 
 
-_LEAST_SLICES, _LONGEST_SLICE_SECONDS = 60, 0.5
+_LEAST_SLICES = 60
+_LONGEST_SLICE_SECONDS = 0.5
+
+
+_Calls = queue.SimpleQueue["tuple[Callable[[], Any], Future[Any]] | None"]
+"""Calls with the place for their answer; None: no more come."""
 
 
 class BoundedCalls:
@@ -172,18 +179,16 @@ class BoundedCalls:
 
     def __init__(self, name: str, seconds: float) -> None:
         self._seconds = max(seconds, 0.0)
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: _Calls = queue.SimpleQueue()
         self._late: Future[Any] | None = None
         # A daemon thread, because a call that never returns must not keep the interpreter from
         # exiting.
-        BackgroundThread(name, functools.partial(_work, self._calls)).start()
+        BackgroundThread(name, functools.partial(_answer_all, self._calls)).start()
         weakref.finalize(self, self._calls.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """Make a call. Returns what it returns and raises what it raises. Raises TimeoutError: the
-        call has not returned in time, or an earlier call still has not."""
+        """Make a call. Its result is returned, its error raised. Raises TimeoutError: the call has
+        not returned in time, or an earlier call still has not."""
         if self._late is not None and not self._late.done():
             raise TimeoutError("an earlier call is still waiting for its answer")
         answer: Future[_T] = Future()
@@ -205,22 +210,23 @@ class BoundedCalls:
         raise TimeoutError(f"no answer within {self._seconds:g} s")
 
 
-def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (each := calls.get()) is not None:
-        call, answer = each
+def _answer_all(calls: _Calls) -> None:
+    """Make these calls until the queue gives None."""
+    while (job := calls.get()) is not None:
+        call, answer = job
         try:
             answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
-        del each, call, answer  # what is finished must not live on until the next call comes
+        del job, call, answer  # a finished call must not live on until the next one comes
 
 
 # --- threads and weak references
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that phase transitions may wait for: what a garbage collection drops on it
-    must not begin one there."""
+    """A daemon thread that phase transitions may wait for. Objects that a garbage collection drops
+    on it must not begin one there."""
 
     is_awaited = True  # whether phase transitions may wait for it now
 

@@ -29,15 +29,20 @@ _REASONS = {
 # the reasons for which a transition can fail: the values of the metric's `reason` label
 REASONS = (*_REASONS.values(), "interrupted")
 
-_BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# the buckets of the histograms of seconds
+_BOUNDS_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
 _OPERATIONS = ("load", "offload", "sync")
 _LENGTH = 4096  # the number of records that the journal keeps
 
 
 def reason_of(error: BaseException) -> str:
-    return next(
-        (reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "interrupted"
-    )
+    for kind, reason in _REASONS.items():
+        if isinstance(error, kind):
+            return reason
+    return "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,13 @@ class HandleCounters:
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 
-    def seconds_by_state(self, now: float) -> dict[State, float]:
-        """Seconds in each state up to `now` (monotonic), including the present state."""
-        state, since = self.state, self.since_seconds
-        return {
-            s: total + (now - since if s is state else 0.0)
-            for s, total in self.state_seconds.items()
-        }
+    def seconds_by_state(self, at_seconds: float) -> dict[State, float]:
+        """Seconds in each state up to a moment of `time.monotonic()`, including the present
+        state."""
+        state, since_seconds = self.state, self.since_seconds  # both, before they change
+        totals = dict(self.state_seconds)
+        totals[state] += at_seconds - since_seconds
+        return totals
 
 
 class Journal:
@@ -194,22 +199,28 @@ class Journal:
 
     def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""
-        now = time.monotonic()
-        self._phase_seconds[self.phase] = (
-            self._phase_seconds.get(self.phase, 0.0) + now - self._phase_since
-        )
-        self._phase_spans.append(PhaseSpan(self.phase, self._phase_since, now, self._only))
-        self.phase, self._phase_since, self._only = phase, now, only
+        span = self._open_span()
+        seconds = span.end_seconds - span.begin_seconds
+        self._phase_seconds[span.phase] = self._phase_seconds.get(span.phase, 0.0) + seconds
+        self._phase_spans.append(span)
+        self.phase = phase
+        self._phase_since = span.end_seconds
+        self._only = only
+
+    def _open_span(self) -> PhaseSpan:
+        """The span of the present phase, up to now."""
+        return PhaseSpan(self.phase, self._phase_since, time.monotonic(), self._only)
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
         """The recent spans, oldest first. The open span is closed at the present moment."""
-        spans, phase, since, only = [*self._phase_spans], self.phase, self._phase_since, self._only
-        return (*spans, PhaseSpan(phase, since, time.monotonic(), only))
+        return (*self._phase_spans, self._open_span())
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds in each phase, including the open one."""
         totals = dict(self._phase_seconds)
-        totals[self.phase] = totals.get(self.phase, 0.0) + time.monotonic() - self._phase_since
+        span = self._open_span()
+        seconds = span.end_seconds - span.begin_seconds
+        totals[span.phase] = totals.get(span.phase, 0.0) + seconds
         return totals
 
     def histograms(self) -> tuple[DurationHistogram, ...]:

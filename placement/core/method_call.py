@@ -15,21 +15,27 @@ class MethodCall:
     torch hooks, or whose hooks run too late.
 
     Hooks of an optimizer inside another one run too late: the outer one may have reduced, unscaled
-    and dropped gradients by then. A copy of the object is not guarded. If somebody else has put a
-    method on the object itself, that method is called, and `remove` restores it. The guard gets the
+    and dropped gradients by then. A copy of the object is not guarded. A method that another
+    library has put on the object itself is called, and `remove` restores it. The guard gets the
     object, the positional (tuple) and the keyword arguments (dict). It raises to refuse the call,
     and returns None or other arguments for it.
     """
 
     def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:
-        self._guard, self._target, self._name = guard, reference(target), name
+        self._guard = guard
+        self._target = reference(target)
+        self._name = name
         bound = _Bound(self.run, target, name, vars(target).get(name))
         # weak: it may hold the object, which the handle, our holder, must not keep alive
         self._bound = weakref.ref(bound)
         vars(target)[name] = bound
 
     def run(
-        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Called in place of the method: run the guard, then the method, with other arguments where
         the guard returns them."""
@@ -37,7 +43,8 @@ class MethodCall:
         return method(*args, **kwargs)
 
     def remove(self) -> None:
-        target, bound = self._target(), self._bound()
+        target = self._target()
+        bound = self._bound()
         if target is None or bound is None:
             return
         bound.run = _unguarded  # others may have bound it anew (a scheduler)
@@ -52,18 +59,26 @@ class _Bound:
     """A bound method that does not keep its object alive. An ordinary one in the object's own
     fields would, until the next collection."""
 
-    def __init__(self, run: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        target: Any,
+        name: str,
+        theirs: Any,
+    ) -> None:
+        """`theirs`: the method that another library has put on the object itself, or None."""
         functools.update_wrapper(self, getattr(type(target), name) if theirs is None else theirs)
-        self.run, self._target, self._name, self.theirs = run, reference(target), name, theirs
+        self.run = run
+        self._target = reference(target)
+        self._name = name
+        self.theirs = theirs
 
     def _call(self, self_: Any, *args: Any, **kwargs: Any) -> Any:
         plain = self.__wrapped__  # type: ignore[attr-defined] # by `update_wrapper`
         method = functools.partial(plain, self_) if self.theirs is None else plain
-        return (
-            self.run(method, self_, args, kwargs)
-            if self_ is self._target()
-            else method(*args, **kwargs)
-        )
+        if self_ is not self._target():
+            return method(*args, **kwargs)
+        return self.run(method, self_, args, kwargs)
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -78,16 +93,19 @@ class _Bound:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Make it the copy's own method when it is copied or pickled with its object."""
-        return (
-            (getattr, (self.__self__, self._name))
-            if self.theirs is None
-            else (_itself, (self.theirs,))
-        )
+        if self.theirs is None:
+            return getattr, (self.__self__, self._name)
+        return _itself, (self.theirs,)
 
 
 def _itself(method: Any) -> Any:
     return method
 
 
-def _unguarded(method: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _unguarded(
+    method: Callable[..., Any],
+    _: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     return method(*args, **kwargs)

@@ -85,15 +85,15 @@ def control_token_of_environment() -> str | None:
     return os.environ.get(f"{PREFIX}CONTROL_TOKEN") or None
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message that proposes the known word that is most like a wrong one; empty
-    if none is."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    return f", did you mean {found[0]!r}?" if found else ""
+def nearest(word: str, permitted: Iterable[str]) -> str:
+    """The end of an error message that proposes the permitted word that is most like a wrong one;
+    empty if none is."""
+    matches = difflib.get_close_matches(word.lower(), list(permitted), n=1, cutoff=0.5)
+    return f", did you mean {matches[0]!r}?" if matches else ""
 
 
 def _bytes_with_unit(value: Any) -> Any:
-    if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
+    if isinstance(value, bool):  # bool is an int, and a limit of one byte is not meant
         raise ValueError("write a number of bytes, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
     return parse_bytes(value) if isinstance(value, str) else value
 
@@ -167,19 +167,17 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        unknown = (
-            [str(key) for key in data if key not in cls.model_fields]
-            if isinstance(data, Mapping)
-            else []
-        )
-        if unknown:
-            known = f"(known keys: {', '.join(cls.model_fields)})"
-            raise ValueError(
-                "; ".join(
-                    f"unknown key {key!r}{nearest(key, cls.model_fields)} {known}"
-                    for key in unknown
+        if not isinstance(data, Mapping):
+            return data
+        fields = cls.model_fields
+        problems = []
+        for key in map(str, data):
+            if key not in fields:
+                problems.append(
+                    f"unknown key {key!r}{nearest(key, fields)} (known keys: {', '.join(fields)})"
                 )
-            )
+        if problems:
+            raise ValueError("; ".join(problems))
         return data
 
     @field_validator("turns", mode="before")
@@ -216,10 +214,10 @@ class Settings(BaseModel):
 
     @field_serializer("phases")
     def _plain_phases(self, phases: OwnPhases) -> dict[str, Any]:
-        return {
-            name: dict(wanted) if isinstance(wanted, Mapping) else wanted
-            for name, wanted in phases.items()
-        }
+        plain: dict[str, Any] = {}
+        for name, wanted in phases.items():
+            plain[name] = dict(wanted) if isinstance(wanted, Mapping) else wanted
+        return plain
 
     @classmethod
     def from_any(
@@ -245,11 +243,10 @@ class Settings(BaseModel):
             return cls._checked(dict(source), "settings")
         if isinstance(source, str | os.PathLike):
             try:
-                return cls._checked(
-                    tomllib.loads(Path(source).read_text(encoding="utf-8")), str(source)
-                )
+                values = tomllib.loads(Path(source).read_text(encoding="utf-8"))
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
                 raise ValueError(f"{source}: not a TOML file: {exc}") from exc
+            return cls._checked(values, str(source))
         raise TypeError(
             f"settings must be a mapping, a path, a Settings or None, not {type(source).__name__}"
         )
@@ -261,13 +258,13 @@ class Settings(BaseModel):
         except ValidationError as exc:
             problems = []
             for error in exc.errors(include_url=False):
-                where = ".".join(map(str, error["loc"]))
-                if where and source == "environment":
-                    where = PREFIX + where.upper()
-                value = f" (got {error['input']!r})" if where else ""
                 # pydantic's words before those of a validator
-                what = error["msg"].removeprefix("Value error, ")
-                problems.append(f"{where}: {what}{value}" if where else what)
+                problem = error["msg"].removeprefix("Value error, ")
+                field = ".".join(map(str, error["loc"]))
+                if field:
+                    name = PREFIX + field.upper() if source == "environment" else field
+                    problem = f"{name}: {problem} (got {error['input']!r})"
+                problems.append(problem)
             raise ValueError(f"{source}: {'; '.join(problems)}") from exc
 
 
@@ -288,7 +285,10 @@ class SettingsKeywords(TypedDict, total=False):
     turn_deadline_seconds: float
 
 
-def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:
+def _own_phase(
+    name: object,
+    wanted: object,
+) -> tuple[str, ...] | Mapping[str, State]:
     """Check one of the user's own phases: its name, and the roles or the states of roles that it
     wants. Raises ValueError: says what is wrong and what to write."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -323,11 +323,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if key in (variable, "CONTROL_TOKEN") or not text or _KUBERNETES.fullmatch(key):
             continue
         if key.lower() not in Settings.model_fields:
-            known = [PREFIX + field.upper() for field in Settings.model_fields]
-            closest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
+            variables = [PREFIX + field.upper() for field in Settings.model_fields]
+            matches = difflib.get_close_matches(variable, variables, n=1, cutoff=0.0)
             raise ValueError(
-                f"environment: unknown variable {variable!r}, did you mean {closest!r}? (known: "
-                f"{', '.join(known)})"
+                f"environment: unknown variable {variable!r}, did you mean {matches[0]!r}? (known: "
+                f"{', '.join(variables)})"
             )
         values[key.lower()] = text
     if "phases" in values:

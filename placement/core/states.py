@@ -10,7 +10,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 OwnPhases = Mapping[str, "tuple[str, ...] | Mapping[str, State]"]
 """The user's own phases: for each name the roles that it needs on the device, or a state for each
@@ -107,7 +107,7 @@ class ReadOnly(dict[_K, _V]):
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> tuple[type[ReadOnly[_K, _V]], tuple[dict[_K, _V]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
 
 
@@ -175,7 +175,20 @@ class HandleView:
 
 
 def _without(name: str, of: Mapping[str, _V]) -> dict[str, _V]:
-    return {each: value for each, value in of.items() if each != name}
+    remaining = dict(of)
+    remaining.pop(name, None)
+    return remaining
+
+
+def _mixed(
+    names: set[str],
+    inside: Mapping[str, _V],
+    outside: Mapping[str, _V],
+) -> dict[str, _V]:
+    """The values of `inside` for these names, and those of `outside` for all others."""
+    mixed = {name: value for name, value in inside.items() if name in names}
+    mixed.update({name: value for name, value in outside.items() if name not in names})
+    return mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,11 @@ class Plan:
             brings as much as the budget leaves, and gives the memory back when something else needs
             it. A handle that leaves the device with this plan keeps its bytes there until they are
             saved, and then the first in this order get their room.
+
+    Example:
+        ::
+
+            plan = view.total_plan({"actor": State.TRAINING}, prefetch={"ref": 2 << 30})
     """
 
     targets: Mapping[str, State]
@@ -205,17 +223,15 @@ class Plan:
     prefetch: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        targets = {n: s if type(s) is State else State(s) for n, s in dict(self.targets).items()}
+        targets = dict(self.targets)
+        for name, state in targets.items():
+            if type(state) is not State:
+                targets[name] = State(state)
+        parts = {name: frozenset(tags) for name, tags in dict(self.parts or {}).items()}
         object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(
-            self,
-            "parts",
-            ReadOnly(
-                {n: frozenset(tags) for n, tags in dict(self.parts).items()} if self.parts else {}
-            ),
-        )
+        object.__setattr__(self, "parts", ReadOnly(parts))
         object.__setattr__(self, "prefetch", ReadOnly(self.prefetch))
 
     def __getitem__(self, name: str) -> State:
@@ -248,43 +264,52 @@ class Plan:
     def limited_to(self, names: Iterable[str], enclosing: Plan) -> Plan:
         """This plan for the handles in `names`, and `enclosing` for every other handle: the meaning
         of `phase(only=...)`."""
-        chosen = set(names)
-
-        def mixed(mine: Mapping[str, _V], theirs: Mapping[str, _V]) -> dict[str, _V]:
-            return {n: v for n, v in mine.items() if n in chosen} | {
-                n: v for n, v in theirs.items() if n not in chosen
-            }
-
+        limited = set(names)
+        targets = dict(self.targets)
+        for name in targets.keys() - limited:
+            targets[name] = enclosing.targets[name]
         return Plan(
-            {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()},
-            (self.streamed & chosen) | (enclosing.streamed - chosen),
-            (self.dropped & chosen) | (enclosing.dropped - chosen),
-            mixed(self.parts, enclosing.parts),
-            mixed(self.prefetch, enclosing.prefetch),
+            targets,
+            (self.streamed & limited) | (enclosing.streamed - limited),
+            (self.dropped & limited) | (enclosing.dropped - limited),
+            _mixed(limited, self.parts, enclosing.parts),
+            _mixed(limited, self.prefetch, enclosing.prefetch),
         )
 
     def giving_up(self, name: str) -> Plan:
         """This plan with a handle off the device. If the plan drops its gradients, it still
         does."""
-        targets = {**self.targets, name: State.CPU_OFFLOADED}
         return replace(
-            self, targets=targets, streamed=self.streamed - {name}, parts=_without(name, self.parts)
+            self,
+            targets={**self.targets, name: State.CPU_OFFLOADED},
+            streamed=self.streamed - {name},
+            parts=_without(name, self.parts),
         )
 
     def without(self, name: str) -> Plan:
         """This plan without the handle `name`, for a worker that does not have it."""
-        targets, parts, prefetch = (
+        return Plan(
             _without(name, self.targets),
+            self.streamed - {name},
+            self.dropped - {name},
             _without(name, self.parts),
             _without(name, self.prefetch),
         )
-        return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts, prefetch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
     """The input of a policy's decision. Pure data: reading it has no effect and makes no device
-    call."""
+    call.
+
+    Example:
+        ::
+
+            def plan(self, view):
+                actors = view.with_role("actor", kind="module")
+                targets = {actor.name: State.GPU_RESIDENT for actor in actors}
+                return view.total_plan(targets)
+    """
 
     phase: str
     enclosing: str | None = None
@@ -306,14 +331,22 @@ class View:
         """The state that one of the user's own phases wants for each of its roles: GPU_RESIDENT
         where it names the roles alone."""
         wanted = self.phases[phase]
-        return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, State.GPU_RESIDENT)
+        if isinstance(wanted, Mapping):
+            return wanted
+        return dict.fromkeys(wanted, State.GPU_RESIDENT)
 
-    def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
+    def with_role(
+        self,
+        *roles: str,
+        kind: str | None = None,
+    ) -> tuple[HandleView, ...]:
         """The handles with one of these roles, in registration order; only of one kind if `kind` is
         given."""
-        return tuple(
-            [h for h in self.handles.values() if h.role in roles and kind in (None, h.kind)]
-        )
+        handles = []
+        for handle in self.handles.values():
+            if handle.role in roles and kind in (None, handle.kind):
+                handles.append(handle)
+        return tuple(handles)
 
     @property
     def known_phases(self) -> tuple[str, ...]:
@@ -334,18 +367,19 @@ class View:
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under `plan`."""
-        return sum(
-            [
-                bytes_under(plan, h)
-                for h in self.handles.values()
-                if plan.targets.get(h.name) is not State.CPU_OFFLOADED
-            ]
-        )
+        nbytes = 0
+        for handle in self.handles.values():
+            if plan.targets.get(handle.name) is not State.CPU_OFFLOADED:
+                nbytes += bytes_under(plan, handle)
+        return nbytes
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
         """Whether `plan`, with the handles `more` on the device too, stays within the budget."""
-        extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
-        return self.bytes_of(plan) + extra <= self.budget_bytes
+        nbytes = self.bytes_of(plan)
+        for handle in more:
+            if not handle.external and not plan.on_device(handle.name):
+                nbytes += handle.num_bytes
+        return nbytes <= self.budget_bytes
 
     def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
         """Choose handles to leave the device so that a deficit is covered; all candidates where
@@ -360,38 +394,53 @@ class View:
         """
         if deficit_bytes <= 0:
             return set()
-        stepped = {
-            owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners
-        }
-        clean = {
-            n
-            for n in freed_bytes
-            if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)
-        }
+        clean, changing = self._by_copy_back(freed_bytes)
         evicted: list[str] = []
-        for group in (clean, freed_bytes.keys() - clean):
-            by_size = sorted((n for n in freed_bytes if n in group), key=freed_bytes.__getitem__)
+        for names in (clean, changing):
+            by_size = sorted(names, key=freed_bytes.__getitem__)
             while deficit_bytes > 0 and by_size:
                 covering = bisect_left(by_size, deficit_bytes, key=freed_bytes.__getitem__)
                 evicted.append(by_size.pop(min(covering, len(by_size) - 1)))
                 deficit_bytes -= freed_bytes[evicted[-1]]
-        names = set(evicted)
+        needed = set(evicted)
         for name in reversed(evicted):  # a large late eviction can make a small early one needless
             if freed_bytes[name] <= -deficit_bytes:
-                names.discard(name)
+                needed.discard(name)
                 deficit_bytes += freed_bytes[name]
-        return names
+        return needed
+
+    def _by_copy_back(
+        self,
+        names: Iterable[str],
+    ) -> tuple[list[str], list[str]]:
+        """These handles in two groups: those that need not be copied back, and the others."""
+        stepped: set[str] = set()
+        for handle in self.handles.values():
+            if handle.kind == "optimizer":
+                stepped.update(handle.owners)
+        clean: list[str] = []
+        changing: list[str] = []
+        for name in names:
+            handle = self.handles[name]
+            is_frozen = handle.kind == "module" and name not in stepped
+            (clean if handle.readonly or is_frozen else changing).append(name)
+        return clean, changing
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
     """Device bytes that one handle has under a plan. External handles count 0, a streamed step the
     most that it holds."""
-    if handle.external or (state := plan.targets[handle.name]) is State.CPU_OFFLOADED:
+    if handle.external:
+        return 0
+    state = plan.targets[handle.name]
+    if state is State.CPU_OFFLOADED:
         return 0
     if handle.name in plan.streamed:
         return handle.window_bytes if state is State.TRAINING else 0
     tags = plan.parts.get(handle.name)
-    return handle.num_bytes if tags is None else sum(handle.tags.get(tag, 0) for tag in tags)
+    if tags is None:
+        return handle.num_bytes
+    return sum(handle.tags.get(tag, 0) for tag in tags)
 
 
 @runtime_checkable

@@ -32,6 +32,19 @@ class Engine(abc.ABC):
     The manager calls `modules()` at registration and at every offload. The modules that it names
     move with the engine, byte for byte. The user calls `update_weights` during a weight sync, with
     the engine on the device.
+
+    Example:
+        ::
+
+            class GraphedEngine(Engine):
+                def __init__(self, module):
+                    self.module = module
+
+                def modules(self):
+                    return [self.module]
+
+                def update_weights(self, bucket):
+                    self.module.load_weights(bucket)  # raises EngineError for an unknown name
     """
 
     stale: str | None = None
@@ -105,9 +118,9 @@ class TorchEngine(Engine):
             if self._sync is None or not number or self._sync[0] is not self.module:
                 weights = self._writable()
                 for info in getattr(bucket, "announced", ()):
-                    _weight(weights, info.name, info)
+                    _fitting_weight(weights, info.name, info)
                 self._sync = self.module, weights
-            _write(bucket, self._sync[1])
+            _write_all(bucket, self._sync[1])
         if number is None or getattr(bucket, "is_last", False):
             self._sync = None
 
@@ -128,25 +141,34 @@ class TorchEngine(Engine):
             ) from error
 
     def _require_resident(self) -> None:
-        parts = (
-            part for parameter in self.module.parameters() for _, part in plain_parts(parameter, "")
-        )
-        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for part in parts)
-        holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
-        if holding is not None and not holding.on_device:
-            raise EngineError(
-                f"the weights of {holding.name!r} are offloaded: update them inside "
-                "manager.phase('weight_sync')"
-            )
+        """Raise EngineError if the weights are offloaded. All of them move together, so the first
+        that is managed decides."""
+        for parameter in self.module.parameters():
+            for _, tensor in plain_parts(parameter, ""):
+                storage = RANGES.owner_of(tensor.untyped_storage().data_ptr())
+                if not isinstance(storage, ManagedStorage):
+                    continue
+                if storage.on_device:
+                    return
+                raise EngineError(
+                    f"the weights of {storage.name!r} are offloaded: update them inside "
+                    "manager.phase('weight_sync')"
+                )
 
 
-def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Weight]) -> None:
+def _write_all(
+    bucket: Sequence[tuple[str, torch.Tensor]],
+    weights: Mapping[str, Weight],
+) -> None:
+    """Write a bucket into these weights. Raises EngineError: one does not fit, and nothing was
+    written."""
     writes: list[tuple[str, Callable[[], object]]] = []
     name = ""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for name, value in bucket:
-                writes.append((name, _weight(weights, name, value).writer(value)))
+                weight = _fitting_weight(weights, name, value)
+                writes.append((name, weight.writer(value)))
             for name, write in writes:  # noqa: B007  # the name is for the error below
                 write()
     except (ValueError, RuntimeError, TypeError) as error:
@@ -155,9 +177,12 @@ def _write(bucket: Sequence[tuple[str, torch.Tensor]], weights: Mapping[str, Wei
         ) from error
 
 
-def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | WeightInfo) -> Weight:
-    """The weight of this name, which can take a value of such a shape and dtype."""
-    weight, dtype = weights.get(name), value.dtype
+def _fitting_weight(
+    weights: Mapping[str, Weight], name: str, value: torch.Tensor | WeightInfo
+) -> Weight:
+    """The weight of this name, which can take a value of such a shape and dtype. Raises
+    EngineError: there is none."""
+    weight = weights.get(name)
     if weight is None:
         raise EngineError(f"published weight {name!r} is not a weight of the engine's module")
     if weight.shape != value.shape:
@@ -170,27 +195,31 @@ def _weight(weights: Mapping[str, Weight], name: str, value: torch.Tensor | Weig
             f"published weight {name!r} cannot be written into the engine's weight: it "
             f"{weight.problem}"
         )
-    if (
-        len(
-            {
-                (each.is_floating_point, each.is_complex, each.itemsize == 1 and each)
-                for each in (dtype, weight.dtype)
-            }
-        )
-        > 1
-    ):
-        what = f"published weight {name!r} has dtype {dtype}, the engine's has {weight.dtype}"
+    if _number_format(value.dtype) != _number_format(weight.dtype):
         raise EngineError(
-            f"{what}: a cast would change what the values mean; publish from a module that is "
-            "quantised in the same way"
+            f"published weight {name!r} has dtype {value.dtype}, the engine's has {weight.dtype}: "
+            "a cast would change what the values mean; publish from a module that is quantised in "
+            "the same way"
         )
     return weight
 
 
+def _number_format(dtype: torch.dtype) -> object:
+    """The dtypes between which a cast keeps the meaning of a value have the same. A dtype of one
+    byte is its own: its values may be codes."""
+    if dtype.itemsize == 1:
+        return dtype
+    return dtype.is_floating_point, dtype.is_complex
+
+
 class EngineAdapter(ModuleAdapter):
-    """The adapter for an engine: that of the module which the engine names now, and may have
-    replaced; of several modules, as the parts of one. Raises RegistrationError: a module is not
-    supported, or a framework moves only the old or only the new modules."""
+    """The adapter for an engine: that of the module which the engine names now. Several modules are
+    the parts of one. The engine may replace its modules.
+
+    Raises:
+        RegistrationError: a module is not supported, or a framework moves only the old or only the
+            new modules.
+    """
 
     kind = "engine"
 
@@ -204,26 +233,31 @@ class EngineAdapter(ModuleAdapter):
         self._take(engine.modules())
 
     def _take(self, modules: Sequence[torch.nn.Module]) -> None:
-        whole = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
-        adapter = self._adapt(whole)
+        combined = modules[0] if len(modules) == 1 else torch.nn.ModuleList(modules)
+        adapter = self._adapt(combined)
         adapter.check(adapter.owned())
         vars(self).update(vars(adapter))  # at once, so that an error leaves everything as it was
-        self._named = [reference(module) for module in modules]
-        self._list = None if len(modules) == 1 else whole  # nobody else holds it
+        self._modules = [reference(module) for module in modules]
+        # kept alive here: the adapter has only a weak reference
+        self._list = None if len(modules) == 1 else combined
 
     def _has_replaced(self) -> bool:
-        """Whether the engine names other modules than those of the last walk. While it is handed
-        back that does not count: a new one may be refused, and has no place."""
-        if (engine := self._engine()) is None or self.hands_back:
+        """Whether the engine names other modules than at the last scan. While it is handed back
+        that does not count: a new one may be refused, and has no place."""
+        engine = self._engine()
+        if engine is None or self.hands_back:
             return False
-        named = [alive() for alive in self._named]
         modules = engine.modules()
-        return len(named) != len(modules) or any(
-            old is not new for old, new in zip(named, modules, strict=True)
-        )
+        if len(modules) != len(self._modules):
+            return True
+        for module, at_last_scan in zip(modules, self._modules, strict=True):
+            if module is not at_last_scan():
+                return True
+        return False
 
     def owned(self) -> Iterator[Owned]:
-        if self._has_replaced() and (engine := self._engine()) is not None:
+        engine = self._engine()
+        if engine is not None and self._has_replaced():
             before = self.external
             self._take(engine.modules())
             if (self.external is None) is not (before is None):
@@ -241,10 +275,8 @@ class EngineAdapter(ModuleAdapter):
         return None if self._has_replaced() else super().record_if_current()
 
     def key_objects(self) -> Sequence[Any]:
-        engine = self._engine()
-        modules = (
-            super().key_objects()
-            if self._list is None
-            else [key for key in (alive() for alive in self._named) if key is not None]
-        )
-        return [*([] if engine is None else [engine]), *modules]
+        if self._list is None:
+            objects = [self._engine(), *super().key_objects()]
+        else:
+            objects = [self._engine(), *(module() for module in self._modules)]
+        return [alive for alive in objects if alive is not None]

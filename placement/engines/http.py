@@ -34,6 +34,8 @@ _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """A server's answer to one request, whatever its status."""
+
     request: str  # the request as it was sent: "POST http://host:port/sleep?level=1"
     status: int
     body: bytes
@@ -47,10 +49,10 @@ class Answer:
         """The body as a JSON object; empty where it is none (some versions of vLLM send empty
         bodies)."""
         try:
-            found = json.loads(self.body)
+            fields = json.loads(self.body)
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return fields if isinstance(fields, dict) else {}
 
     def __str__(self) -> str:
         text = self.body.decode(errors="replace").strip()
@@ -62,18 +64,27 @@ class Server:
     limit for connecting, sending and reading the whole answer together. `api_key` is sent as a
     bearer token, and no message shows it. Raises ValueError: `url` is no http address."""
 
-    def __init__(self, url: str, *, deadline_seconds: float, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_seconds: float,
+        api_key: str | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise ValueError(f"{url!r} is not the address of a server; write http://host:port")
         self.url = url.rstrip("/")
         self._is_https = parts.scheme == "https"
-        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._host = parts.hostname
+        self._port = parts.port
+        self._prefix = parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
-        self.has_ended = False  # whether nobody listened there since a manager took it over
-        self._headers = {"Accept": "application/json"} | (
-            {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        )
+        # whether a connection was refused since a manager took the server over
+        self.has_ended = False
+        self._headers = {"Accept": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def ask(
         self,
@@ -89,61 +100,68 @@ class Server:
 
         EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes
         nothing, was not answered. EngineLost: no complete answer came within the deadline, so it is
-        not known what the server did; or something is to be changed and nobody listens there: the
-        server has ended.
+        not known what the server did; or a request that is no GET was refused: the server has
+        ended.
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
-        began, limit = time.monotonic(), min(seconds, self._deadline_seconds)
+        limit = min(seconds, self._deadline_seconds)
+        deadline = time.monotonic() + limit
+        connection = self._connect(request, limit)
+        sock = connection.sock
+        payload = None
+        headers = self._headers
+        if body is not None:
+            payload = json.dumps(body).encode()
+            headers = {**headers, "Content-Type": "application/json"}
+
+        def exchange() -> Answer:
+            with contextlib.closing(connection):
+                connection.request(method, self._prefix + target, body=payload, headers=headers)
+                with connection.getresponse() as response:
+                    return Answer(request, response.status, _whole_body(response))
+
+        try:
+            return BoundedCalls("placement-http", deadline - time.monotonic())(exchange)
+        except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
+            problem = f"{request}: the connection broke ({error!r})"
+            if isinstance(error, TimeoutError):
+                problem = f"{request}: no answer within {limit:g} s"
+            if method == "GET":
+                raise EngineError(problem) from error
+            raise EngineLost(f"{problem}; it is not known what the server did") from error
+        finally:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads from it ends
+
+    def _connect(self, request: str, limit_seconds: float) -> http.client.HTTPConnection:
+        """A connection for this request. Raises EngineError and EngineLost as `ask` does."""
         kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=limit)
+        connection = kind(self._host, self._port, timeout=limit_seconds)
         try:
             connection.connect()
         except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
             connection.close()
-            said = (
+            problem = (
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
-            self.has_ended |= isinstance(error, ConnectionRefusedError)
-            if isinstance(error, ConnectionRefusedError) and method != "GET":
-                raise EngineLost(said) from error
-            raise EngineError(said) from error
-        sock = connection.sock
+            if not isinstance(error, ConnectionRefusedError):
+                raise EngineError(problem) from error
+            self.has_ended = True
+            if request.startswith("GET "):
+                raise EngineError(problem) from error
+            raise EngineLost(problem) from error
+        return connection
 
-        def exchange() -> Answer:
-            with contextlib.closing(connection):
-                payload = None if body is None else json.dumps(body).encode()
-                headers = (
-                    self._headers
-                    if body is None
-                    else {**self._headers, "Content-Type": "application/json"}
-                )
-                connection.request(method, self._prefix + target, body=payload, headers=headers)
-                with connection.getresponse() as response:
-                    content = response.read(_MAX_BYTES + 1)
-                    if len(content) > _MAX_BYTES:
-                        raise http.client.HTTPException(
-                            f"the answer has more than {_MAX_BYTES:,} bytes"
-                        )
-                    if response.length:
-                        raise http.client.IncompleteRead(content, response.length)
-                return Answer(request, response.status, content)
 
-        try:
-            return BoundedCalls("placement-http", began + limit - time.monotonic())(exchange)
-        except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
-            what = (
-                (f"no answer within {limit:g} s")
-                if isinstance(error, TimeoutError)
-                else (f"the connection broke ({error!r})")
-            )
-            if method == "GET":
-                raise EngineError(f"{request}: {what}") from error
-            raise EngineLost(f"{request}: {what}; it is not known what the server did") from error
-        finally:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # a thread that still reads from it ends
+def _whole_body(response: http.client.HTTPResponse) -> bytes:
+    content = response.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
+    if response.length:
+        raise http.client.IncompleteRead(content, response.length)
+    return content
 
 
 class ServedEngine(TaggedEngine):
@@ -175,7 +193,8 @@ class ServedEngine(TaggedEngine):
 
     def _take_over(self, seconds: float = math.inf) -> None:
         """The server that answers now is the one that is registered."""
-        self._started, self._server.has_ended = self._start(seconds), False
+        self._started = self._start(seconds)
+        self._server.has_ended = False
 
     def assume(self, *, offloaded: Collection[str]) -> None:
         """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,

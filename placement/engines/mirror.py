@@ -118,7 +118,8 @@ class Mirror:
                 continue
             place.prints = None  # until all of the copies have arrived
             self._saving.append((place, prints))
-            for start in (piece * PIECE_BYTES for piece in pieces):
+            for piece in pieces:
+                start = piece * PIECE_BYTES
                 nbytes = min(PIECE_BYTES, block.nbytes - start)
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
         self._device.copy(copies, "to_host")
@@ -133,7 +134,8 @@ class Mirror:
 
     def fetch(self, block: Block, source: torch.Tensor) -> None:
         """Start copying `source`, which is on the host, into a block."""
-        self._device.copy([Copy(block.base, source.data_ptr(), source.nbytes)], "to_device")
+        copy = Copy(block.base, source.data_ptr(), source.nbytes)
+        self._device.copy([copy], "to_device")
 
     def end_fetch(self) -> None:
         """Wait until everything that was fetched has arrived."""
@@ -141,16 +143,19 @@ class Mirror:
 
     def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left."""
-        return {
-            block.base: prints
-            for block, prints in zip(blocks, self._fingerprints(blocks), strict=True)
-            if differing(self._places[block.base].prints, prints)
-        }
+        wrong = {}
+        for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
+            if differing(self._places[block.base].prints, prints):
+                wrong[block.base] = prints
+        return wrong
 
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
         """Whether one of these blocks came back wrong and was not written since."""
         suspects = [block for block in blocks if block.base in self.spoilt]
-        return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
+        for block, prints in zip(suspects, self._fingerprints(suspects), strict=True):
+            if self._is_spoilt(block, prints):
+                return True
+        return False
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
         return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)
@@ -159,15 +164,15 @@ class Mirror:
         """The fingerprints of each block's pieces, int64 on the CPU."""
         if not blocks:
             return []
-        pieces = [_pieces(block.nbytes) for block in blocks]
-        prints = [
-            fingerprints(self._device.view(block, 0, block.nbytes), sizes)
-            for block, sizes in zip(blocks, pieces, strict=True)
-        ]
+        prints = []
+        for block in blocks:
+            bytes_of_block = self._device.view(block, 0, block.nbytes)
+            prints.append(fingerprints(bytes_of_block, _piece_sizes(block.nbytes)))
         # to the CPU together: each transfer is a wait for the device
-        return list(torch.cat(prints).cpu().split([len(sizes) for sizes in pieces]))
+        on_cpu = torch.cat(prints).cpu()
+        return list(on_cpu.split([len(of_block) for of_block in prints]))
 
 
-def _pieces(nbytes: int) -> list[int]:
+def _piece_sizes(nbytes: int) -> list[int]:
     """The sizes of the pieces of so many bytes."""
     return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]

@@ -1,11 +1,12 @@
 """SGLang: its server over HTTP, and its `Engine` in this process.
 
 Checked against 0.5.23 (sglang/srt/entrypoints/http_server.py,
-sglang/srt/managers/scheduler_components/weight_updater.py) and
-0.5.9. A wrong call does not fail, it kills: a release while a request runs, or a resume of a tag
-  that was not released, takes
-the scheduler and its parent process down. SGLang cannot be asked what it has released, so the
-record here is all there is. The server needs `--enable-memory-saver`.
+sglang/srt/managers/scheduler_components/weight_updater.py) and 0.5.9. The server needs
+`--enable-memory-saver`.
+
+A wrong call does not fail, it kills: a release while a request runs, or a resume of a tag that was
+not released, takes the scheduler and its parent process down. SGLang cannot be asked what it has
+released, so the record here is all there is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
-from placement.engines.http import Answer, Send, ServedEngine
+from placement.engines.http import Send, ServedEngine
 from placement.engines.plugged import PluggedEngine
 from placement.tensors.plain import PLAIN_TYPES
 
@@ -49,12 +50,13 @@ class _Sglang(PluggedEngine):
     def forget_cache(self) -> None:
         """Flush until SGLang has done it, which means that no request is in flight. A release
         before that would kill the server."""
-        said: str | None = None
+        refusal: str | None = None
         for _ in interrupts.looks(self.deadline_seconds, _POLL_SECONDS, _POLL_SECONDS):
-            if (said := self._flush()) is None:
+            refusal = self._flush()
+            if refusal is None:
                 return
         raise EngineError(
-            f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {said}"
+            f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {refusal}"
         )
 
     def answers(self) -> Sequence[Any]:
@@ -87,6 +89,12 @@ class SglangServer(ServedEngine, _Sglang):
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
+
+    Example:
+        ::
+
+            engine = SglangServer("http://127.0.0.1:30000", send=send_over_ipc)
+            manager.register("rollout", engine)
     """
 
     def register(self) -> None:
@@ -103,7 +111,7 @@ class SglangServer(ServedEngine, _Sglang):
         flight at the deadline, and go on."""
         if self._in_flight == "wait":
             self.forget_cache()
-        self._done(self._server.ask("POST", "/pause_generation", body={"mode": "abort"}))
+        self._order("/pause_generation", mode="abort")
         try:
             self.forget_cache()  # it was told to abort, and may need time
         except EngineError:
@@ -111,13 +119,13 @@ class SglangServer(ServedEngine, _Sglang):
             raise
 
     def offload(self, tags: Collection[str]) -> None:
-        self._done(self._server.ask("POST", "/release_memory_occupation", body={"tags": [*tags]}))
+        self._order("/release_memory_occupation", tags=[*tags])
 
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
         self._expect_start(self._start())
-        self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))
+        self._order("/resume_memory_occupation", tags=[*tags])
 
     def _expect_start(self, started: Any) -> None:
         if started != self._started:
@@ -127,7 +135,7 @@ class SglangServer(ServedEngine, _Sglang):
             )
 
     def admit(self) -> None:
-        self._done(self._server.ask("POST", "/continue_generation", body={}))
+        self._order("/continue_generation")
 
     def _flush(self) -> str | None:
         answer = self._server.ask("POST", "/flush_cache")
@@ -150,7 +158,10 @@ class SglangServer(ServedEngine, _Sglang):
             )
         return answer.fields
 
-    def _done(self, answer: Answer) -> None:
+    def _order(self, path: str, **fields: Any) -> None:
+        """Send an order with these fields. EngineError: the server refused it. EngineLost: it
+        failed at it."""
+        answer = self._server.ask("POST", path, body=fields)
         if answer.status >= 500:
             raise EngineLost(f"{answer}; it is not known what the server did")
         if not answer.is_ok:
@@ -170,9 +181,21 @@ class SglangInProcess(_Sglang):
 
     Raises:
         ValueError: `engine` lacks a method of `sglang.Engine`, or an option does not fit.
+
+    Example:
+        ::
+
+            llm = sglang.Engine(model_path=path, enable_memory_saver=True)
+            manager.register("rollout", SglangInProcess(llm))
     """
 
-    def __init__(self, engine: Any, *, send: Send | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        send: Send | None = None,
+        **options: Any,
+    ) -> None:
         names = (
             "release_memory_occupation",
             "resume_memory_occupation",
@@ -224,30 +247,33 @@ class SglangInProcess(_Sglang):
         flattened: Any = None
         if all(type(tensor) in PLAIN_TYPES for _, tensor in bucket):
             with contextlib.suppress(ImportError):  # this SGLang has no such format
-                serialize = importlib.import_module(
-                    "sglang.srt.utils"
-                ).MultiprocessingSerializer.serialize
-                flattened = importlib.import_module(
-                    "sglang.srt.weight_sync.tensor_bucket"
-                ).FlattenedTensorBucket
+                buckets = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+                flattened = buckets.FlattenedTensorBucket
         if flattened is None:
             self._update(len(bucket), named_tensors=[*bucket])
-            return None
+        else:
+            self._receive_flattened(bucket, flattened)
+        return None
+
+    def _receive_flattened(
+        self, bucket: Sequence[tuple[str, torch.Tensor]], flattened: Any
+    ) -> None:
+        """Write the weights as one flat tensor a dtype: in a tensor of several, a value of a wider
+        dtype might begin where it cannot be read."""
+        utils = importlib.import_module("sglang.srt.utils")
+        serialize = utils.MultiprocessingSerializer.serialize
         by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in bucket:
             by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
-        # together, a value of a wider dtype might begin where it cannot be read
+        ranks = getattr(self._engine.server_args, "tp_size", 1)
         for pairs in by_dtype.values():
             flat = flattened(named_tensors=pairs)
             content = {
                 "flattened_tensor": flat.get_flattened_tensor(),
                 "metadata": flat.get_metadata(),
             }
-            payloads = [
-                serialize(content) for _ in range(getattr(self._engine.server_args, "tp_size", 1))
-            ]
+            payloads = [serialize(content) for _ in range(ranks)]
             self._update(len(pairs), named_tensors=payloads, load_format="flattened_bucket")
-        return None
 
     def _update(self, count: int, **keywords: Any) -> None:
         success, message = self._call("update_weights_from_tensor", **keywords, flush_cache=False)
@@ -255,16 +281,14 @@ class SglangInProcess(_Sglang):
             raise EngineError(f"SGLang refused a bucket of {count} weights: {message}")
 
     def _info(self) -> dict[str, Any]:
-        told: dict[str, Any] = self._call("get_server_info")
-        return told
+        info: dict[str, Any] = self._call("get_server_info")
+        return info
 
     def _flush(self) -> str | None:
         answer = self._call("flush_cache")
-        return (
-            None
-            if getattr(answer, "success", True)
-            else getattr(answer, "message", None) or ("the cache was not flushed")
-        )
+        if getattr(answer, "success", True):
+            return None
+        return getattr(answer, "message", None) or "the cache was not flushed"
 
     def _call(self, name: str, **keywords: Any) -> Any:
         try:

@@ -123,7 +123,7 @@ class MirroredSaver:
             copied = self.mirror.begin_save(blocks)
             self.mirror.end_save()
             self._asleep = blocks
-            _log("leave", copied, began)
+            _log_copy("leave", copied, began)
         self._adapter.pause(tag)
 
     def resume(self, tag: str) -> None:
@@ -142,10 +142,10 @@ class MirroredSaver:
         self.mirror.end_fetch()
         if wrong := self.mirror.differing(self._asleep):
             raise IntegrityError(f"{WEIGHTS_DIFFER} ({len(wrong)} blocks). Restart SGLang")
-        _log("are back", sum(block.nbytes for block in self._asleep), began)
+        _log_copy("are back", sum(block.nbytes for block in self._asleep), began)
         self._asleep = []
 
 
-def _log(what: str, nbytes: int, began: float) -> None:
+def _log_copy(event: str, nbytes: int, began: float) -> None:
     seconds = time.monotonic() - began
-    logger.info("SGLang's weights %s: %s copied in %.3f s", what, mib(nbytes), seconds)
+    logger.info("SGLang's weights %s: %s copied in %.3f s", event, mib(nbytes), seconds)

@@ -11,7 +11,7 @@ import abc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -60,8 +60,8 @@ class Residency(Storage):
         *,
         offloaded: Collection[str],
         keeps_weights: bool,
-        given: Mapping[str, int],
-        by_memory: bool,
+        tag_bytes: Mapping[str, int],
+        verifies_memory: bool,
     ) -> None:
         self._engine = engine
         self.tags = tags
@@ -70,17 +70,18 @@ class Residency(Storage):
         self.stale: str | None = None
         # why it is unknown what is on the device; None while it is known
         self.doubt: str | None = None
-        self._given, self._by_memory = dict(given), by_memory
-        self._measured: dict[frozenset[str], int] = {}
+        self._declared_bytes = dict(tag_bytes)
+        self._measured_bytes: dict[frozenset[str], int] = {}
+        self._verifies_memory = verifies_memory
         self.free_bytes: Callable[[], int] = int
         self._is_drained: bool | None = bool(offloaded)
         """Whether the engine is drained and serves no request; None: unknown. An engine with an
         offloaded tag was drained before."""
         self._is_taken = False
         self._has_mirror = False
-        # the mirror's size, as the engine told it at the last offload; None where it cannot
-        self._told_mirror_bytes: int | None = None
-        # as the engine told it; None: not yet
+        # the mirror's size, as the engine reported it at the last offload; None where it cannot
+        self._reported_mirror_bytes: int | None = None
+        # as the engine reported it; None: not yet
         self.moved_by: str | None = None
         self.weights_are_kept(keeps_weights)
 
@@ -88,11 +89,9 @@ class Residency(Storage):
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
         self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded_tags)
-        if (
-            WEIGHTS in self.offloaded_tags
-            and not self._is_taken
-            and self.stale in (None, _DISCARDED_BEFORE)
-        ):
+        if self._is_taken or WEIGHTS not in self.offloaded_tags:
+            return
+        if self.stale in (None, _DISCARDED_BEFORE):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
@@ -101,21 +100,23 @@ class Residency(Storage):
         it cannot be moved, differs from this record, or is registered already."""
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
-        lost = self.resident_tags, self.stale, self.doubt
+        before = self.resident_tags, self.stale, self.doubt
         if self.doubt is not None:
             self.assume(frozenset())
         try:
             self._engine.register()
         except BaseException:
-            self.resident_tags, self.stale, self.doubt = lost
+            self.resident_tags, self.stale, self.doubt = before
             raise
         self._learn_mover()
         if self.moved_by == PLACEMENT:  # it has reserved its mirror already
-            self._look_at_mirror()
-        self.free_bytes, self._is_taken = free_bytes, True
+            self._measure_mirror()
+        self.free_bytes = free_bytes
+        self._is_taken = True
 
     def detach(self) -> None:
-        self._is_taken, self.moved_by = False, None
+        self._is_taken = False
+        self.moved_by = None
 
     @property
     def on_device(self) -> bool:
@@ -133,11 +134,9 @@ class Residency(Storage):
 
     @property
     def leftovers(self) -> str | None:
-        return (
-            (f"its tags {', '.join(sorted(self.resident_tags))} are on the device")
-            if self.resident_tags
-            else None
-        )
+        if not self.resident_tags:
+            return None
+        return f"its tags {_listed(self.resident_tags)} are on the device"
 
     def bytes_by_tag(self) -> dict[str, int]:
         """Device bytes of each tag; 0 while not known."""
@@ -148,8 +147,8 @@ class Residency(Storage):
 
     @property
     def mirror_bytes(self) -> int:
-        if self._told_mirror_bytes is not None:
-            return self._told_mirror_bytes
+        if self._reported_mirror_bytes is not None:
+            return self._reported_mirror_bytes
         return self._bytes_of(frozenset({WEIGHTS})) if self.keeps_weights else 0
 
     @property
@@ -157,34 +156,42 @@ class Residency(Storage):
         return self.mirror_bytes if self._has_mirror else 0
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
-        known = sum(self._given.get(tag, self._measured.get(frozenset({tag}), 0)) for tag in tags)
-        return known if tags <= self._given.keys() else max(known, self._measured.get(tags, 0))
+        nbytes = 0
+        for tag in tags:
+            measured = self._measured_bytes.get(frozenset({tag}), 0)
+            nbytes += self._declared_bytes.get(tag, measured)
+        if tags <= self._declared_bytes.keys():
+            return nbytes
+        return max(nbytes, self._measured_bytes.get(tags, 0))
 
     def offload(self, tags: frozenset[str]) -> int:
         """Drain the engine and offload these tags. Returns the bytes copied to the host: the
         weights, if the engine keeps them. EngineError: it refused (nothing has changed), or the
         device shows that the memory is still held. EngineLost: effect unknown."""
-        if not (leaving := tags & self.resident_tags):
+        leaving = tags & self.resident_tags
+        if not leaving:
             return 0
         try:
             with self._asking(f"offload {_listed(leaving)}"):
                 self._drain()
                 before = self.free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
-                if WEIGHTS in leaving and not self.keeps_weights:
-                    self.stale = (
-                        "they were discarded when they were offloaded, and no sync has filled them "
-                        "since"
-                    )
                 if WEIGHTS in leaving:
-                    self._look_at_mirror()
+                    self._weights_have_left()
                 self.resident_tags -= leaving
         except EngineError:
             if self.doubt is None:  # the engine goes on as before, so it takes requests again
                 self._open()
             raise
-        self._see_freed(leaving, before)
-        return self._copied(leaving)
+        self._wait_until_freed(leaving, before)
+        return self._copied_bytes(leaving)
+
+    def _weights_have_left(self) -> None:
+        if not self.keeps_weights:
+            self.stale = (
+                "they were discarded when they were offloaded, and no sync has filled them since"
+            )
+        self._measure_mirror()
 
     def load(self, tags: frozenset[str]) -> int:
         """Load these tags, the weights first, and open the engine when it is whole and valid.
@@ -209,7 +216,7 @@ class Residency(Storage):
                 self._has_mirror = self._has_mirror and stays
         self._learn_mover()
         self._open()
-        return self._copied(coming)
+        return self._copied_bytes(coming)
 
     def fill(self) -> None:
         """Record that the weights are valid from now on. Raises EngineError: they are offloaded, or
@@ -227,7 +234,8 @@ class Residency(Storage):
     def assume(self, offloaded: frozenset[str]) -> None:
         """Take the user's word for which tags are offloaded. Raises ValueError: the engine does not
         have a tag."""
-        if unknown := offloaded - frozenset(self.tags):
+        unknown = offloaded - frozenset(self.tags)
+        if unknown:
             raise ValueError(
                 f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}"
             )
@@ -244,7 +252,7 @@ class Residency(Storage):
             self._open()
 
     def _learn_mover(self) -> None:
-        """Ask the engine what moves its bytes, until it has said it."""
+        """Ask the engine for the mover of its bytes, until it has reported one."""
         if self.moved_by is not None:
             return
         with suppress(EngineError):
@@ -252,8 +260,8 @@ class Residency(Storage):
         if self.moved_by is not None:
             logger.info("the bytes of %r are moved by %s", self._engine, self.moved_by)
 
-    def _look_at_mirror(self) -> None:
-        self._told_mirror_bytes = self._engine.mirror_bytes()
+    def _measure_mirror(self) -> None:
+        self._reported_mirror_bytes = self._engine.mirror_bytes()
         self._has_mirror = self.mirror_bytes > 0 or self.keeps_weights
 
     def _drain(self) -> None:
@@ -276,11 +284,11 @@ class Residency(Storage):
                 self._is_drained = False
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
+    def _asking(self, request: str) -> Iterator[None]:
         """Guard one or a few requests. If they end without an answer the engine is in doubt, and is
         never sent anything again."""
         if self.doubt is not None:
-            raise BrokenHandleError(f"{self._engine!r} cannot {what}: {self.doubt}")
+            raise BrokenHandleError(f"{self._engine!r} cannot {request}: {self.doubt}")
         try:
             yield
         except EngineLost as lost:
@@ -293,25 +301,27 @@ class Residency(Storage):
             raise
         except BaseException as error:
             self.doubt = (
-                f"it was interrupted ({type(error).__name__}) during {what!r}; restart the engine "
-                "and register it anew"
+                f"it was interrupted ({type(error).__name__}) during {request!r}; restart the "
+                "engine and register it anew"
             )
             raise
 
-    def _copied(self, tags: frozenset[str]) -> int:
-        return self._bytes_of(frozenset({WEIGHTS})) if WEIGHTS in tags and self.keeps_weights else 0
+    def _copied_bytes(self, tags: frozenset[str]) -> int:
+        if WEIGHTS not in tags or not self.keeps_weights:
+            return 0
+        return self._bytes_of(frozenset({WEIGHTS}))
 
-    def _see_freed(self, tags: frozenset[str], before: int) -> None:
+    def _wait_until_freed(self, tags: frozenset[str], free_before: int) -> None:
         """Wait until the device shows the memory of these tags as free. Raises EngineError; the
         tags are recorded as offloaded then."""
-        if not self._by_memory or not self._engine.frees_when_asked:
+        if not self._verifies_memory or not self._engine.frees_when_asked:
             return
         wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
+        limit_seconds = min(_FREED_SECONDS, self._engine.deadline_seconds)
         freed = 0
-        for _ in interrupts.looks(
-            min(_FREED_SECONDS, self._engine.deadline_seconds), *_PAUSE_SECONDS
-        ):
-            if (freed := self.free_bytes() - before) >= wanted:
+        for _ in interrupts.looks(limit_seconds, *_PAUSE_SECONDS):
+            freed = self.free_bytes() - free_before
+            if freed >= wanted:
                 self._measure(tags, freed)
                 return
         raise EngineError(
@@ -322,8 +332,8 @@ class Residency(Storage):
         )
 
     def _measure(self, tags: frozenset[str], nbytes: int) -> None:
-        if self._by_memory and nbytes > 0:
-            self._measured[tags] = nbytes
+        if self._verifies_memory and nbytes > 0:
+            self._measured_bytes[tags] = nbytes
 
     def _in_order(self, tags: Collection[str]) -> list[str]:
         return [tag for tag in self.tags if tag in tags]
@@ -331,6 +341,11 @@ class Residency(Storage):
 
 def _listed(tags: Collection[str]) -> str:
     return ", ".join(sorted(tags))
+
+
+def _check_word(option: str, word: str, permitted: Sequence[str]) -> None:
+    if word not in permitted:
+        raise ValueError(f"{word!r} is unknown; {option} is one of {', '.join(permitted)}")
 
 
 class TaggedEngine(Engine):
@@ -353,6 +368,25 @@ class TaggedEngine(Engine):
 
     Raises:
         ValueError: a tag is unknown, or a number is out of range.
+
+    Example:
+        ::
+
+            class MyEngine(TaggedEngine):
+                def drain(self):
+                    self.client.post("/pause")
+
+                def offload(self, tags):
+                    self.client.post("/sleep", tags=list(tags))
+
+                def load(self, tags):
+                    self.client.post("/wake", tags=list(tags))
+
+                def admit(self):
+                    self.client.post("/resume")
+
+                def receive(self, bucket):
+                    self.client.send(bucket)
     """
 
     why_nothing_moves = "It may have been started without the option that lets its memory move."
@@ -375,21 +409,15 @@ class TaggedEngine(Engine):
             raise ValueError(
                 f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}"
             )
-        for argument, word, known in (
-            ("weights", weights, ("keep", "discard")),
-            ("verify", verify, ("memory", "answer")),
-        ):
-            if word not in known:
-                raise ValueError(f"{word!r} is unknown; {argument} is one of {', '.join(known)}")
-        given = (
-            {}
-            if tag_bytes is None
-            else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
-        )
-        for tag, nbytes in given.items():
-            if nbytes < 0:
-                raise ValueError(f"tag_bytes of {tag!r} must be 0 or more, not {nbytes}")
-        unknown = [tag for tag in (*tags, *offloaded, *given) if tag not in TAGS or tag not in tags]
+        _check_word("weights", weights, get_args(Weights))
+        _check_word("verify", verify, get_args(Verify))
+        declared: dict[str, int] = {}
+        for tag, size in (tag_bytes or {}).items():
+            declared[tag] = parse_bytes(size) if isinstance(size, str) else size
+            if declared[tag] < 0:
+                raise ValueError(f"tag_bytes of {tag!r} must be 0 or more, not {size}")
+        permitted = set(TAGS) & set(tags)
+        unknown = [tag for tag in (*tags, *offloaded, *declared) if tag not in permitted]
         if unknown:
             raise ValueError(
                 f"unknown tags {', '.join(map(repr, unknown))}; this engine has {', '.join(tags)}; "
@@ -401,8 +429,8 @@ class TaggedEngine(Engine):
             tuple(tags),
             offloaded=offloaded,
             keeps_weights=weights == "keep",
-            given=given,
-            by_memory=verify == "memory",
+            tag_bytes=declared,
+            verifies_memory=verify == "memory",
         )
         self._next_bucket = 0
         self._skipped: list[str] = []  # the names of this sync that the engine says it did not take
@@ -453,9 +481,9 @@ class TaggedEngine(Engine):
         return None
 
     def moved_by(self) -> str | None:
-        """The mover of the engine's bytes, asked of the engine: "placement" (a plug-in of
+        """The mover of the engine's bytes, as the engine reports it: "placement" (a plug-in of
         placement), or the engine's own allocator ("cumem" in vLLM, "torch_memory_saver" in SGLang).
-        None: it does not say. It is asked again after the next load then."""
+        None: it does not report one, and is asked again after the next load."""
         return None
 
     def register(self) -> None:
@@ -486,30 +514,14 @@ class TaggedEngine(Engine):
                 generates nothing before a sync that fills all of them.
         """
         residency = self.residency
-        if residency.doubt is not None:
-            raise EngineError(f"{self!r} takes no weights any more: {residency.doubt}")
-        if WEIGHTS not in residency.resident_tags:
-            raise EngineError(
-                f"the weights of {self!r} are offloaded: update them inside "
-                "manager.phase('weight_sync') with a plan that puts them on the device; if only= "
-                "is given, it must name the engine"
-            )
         number = getattr(bucket, "number", None)
         is_adapters = getattr(bucket, "adapters", "merged") == "separate"
-        if number is not None and number not in (0, self._next_bucket):
-            raise EngineError(
-                f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass "
-                "every bucket of handle.weights() to update_weights, in order"
-            )
-        if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
-            raise EngineError(
-                f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with "
-                "adapters='merged' or 'base', or make the engine with weights='keep'"
-            )
-        if number == 0 or number is None:
-            self._next_bucket, self._skipped = 0, []
+        self._check_takes(number, is_adapters=is_adapters)
+        if not number:
+            self._next_bucket = 0
+            self._skipped = []
             residency.stale = (
-                _HALF_OF_ADAPTERS if is_adapters else ("a sync has begun and was not finished")
+                _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and was not finished"
             )
         taken = self.receive(bucket)
         if isinstance(taken, Set):
@@ -520,16 +532,39 @@ class TaggedEngine(Engine):
                 self._check_all_filled()
                 self.weights_filled()
 
+    def _check_takes(self, number: int | None, *, is_adapters: bool) -> None:
+        """Raise EngineError unless the engine can take this bucket now."""
+        residency = self.residency
+        if residency.doubt is not None:
+            raise EngineError(f"{self!r} takes no weights any more: {residency.doubt}")
+        if WEIGHTS not in residency.resident_tags:
+            raise EngineError(
+                f"the weights of {self!r} are offloaded: update them inside "
+                "manager.phase('weight_sync') with a plan that puts them on the device; if only= "
+                "is given, it must name the engine"
+            )
+        if number is not None and number not in (0, self._next_bucket):
+            raise EngineError(
+                f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass "
+                "every bucket of handle.weights() to update_weights, in order"
+            )
+        if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
+            raise EngineError(
+                f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with "
+                "adapters='merged' or 'base', or make the engine with weights='keep'"
+            )
+
     def _check_all_filled(self) -> None:
-        told = {"it did not take": self._skipped, "no published weight fills": [*self.unfilled()]}
-        more = {
-            what: (f" and {len(names) - 4} more") if names[4:] else ""
-            for what, names in told.items()
-        }
-        if said := [
-            (f"{what} {', '.join(names[:4])}{more[what]}") for what, names in told.items() if names
-        ]:
-            self.residency.stale = "; ".join(said)
+        problems = []
+        for problem, names in (
+            ("it did not take", self._skipped),
+            ("no published weight fills", [*self.unfilled()]),
+        ):
+            if names:
+                more = f" and {len(names) - 4} more" if names[4:] else ""
+                problems.append(f"{problem} {', '.join(names[:4])}{more}")
+        if problems:
+            self.residency.stale = "; ".join(problems)
             raise EngineError(
                 f"the weights of {self!r} are not valid: {self.residency.stale}. Publish under the "
                 "names that it loads (names='checkpoint'), and its draft model's weights as well"

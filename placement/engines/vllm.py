@@ -1,8 +1,8 @@
 """vLLM: its server over HTTP, and its `LLM` in this process.
 
 The differences between versions are read from the server's answers. Checked against 0.33.0
-(vllm/entrypoints/serve/dev/sleep/ api_router.py, vllm/entrypoints/rl/online/api_router.py,
-vllm/v1/executor/abstract.py) and 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/ engine/core.py,
+(vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/entrypoints/rl/online/api_router.py,
+vllm/v1/executor/abstract.py) and 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/engine/core.py,
 vllm/device_allocator/cumem.py). The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and
 `--enable-sleep-mode` for memory to move.
 """
@@ -53,7 +53,8 @@ class _Vllm(PluggedEngine):
         """Check that vLLM is awake or asleep as the record says. It does not report which tags
         are."""
         offloaded = sorted(self.residency.offloaded_tags)
-        if (is_asleep := self._is_sleeping()) is not bool(offloaded):
+        is_asleep = self._is_sleeping()
+        if is_asleep is not bool(offloaded):
             raise EngineError(
                 f"{self!r} is {'asleep' if is_asleep else 'awake'}, but was made with "
                 f"offloaded={offloaded}: wake it first, or give offloaded= the tags that are asleep"
@@ -62,8 +63,9 @@ class _Vllm(PluggedEngine):
     def offload(self, tags: Collection[str]) -> None:
         """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache
         alone is given up instead."""
-        book, before = self.residency, self.residency.resident_tags
-        staying = [tag for tag in book.tags if tag in before - set(tags)]
+        residency = self.residency
+        before = residency.resident_tags
+        staying = [tag for tag in residency.tags if tag in before - set(tags)]
         if WEIGHTS not in tags and self.knows_its_tags:
             self._release_kv_cache()
             return
@@ -71,22 +73,20 @@ class _Vllm(PluggedEngine):
             # vLLM 0.24 has one flag for "asleep". With the KV cache offloaded it takes a sleep for
             # done and keeps the weights.
             self._wake([KV_CACHE])
-            book.resident_tags |= {KV_CACHE}  # correct in case the sleep is refused
+            residency.resident_tags |= {KV_CACHE}  # correct in case the sleep is refused
         self._sleep()
-        book.resident_tags = before
+        residency.resident_tags = before
         if not staying:
             return
-        if not book.keeps_weights:
-            book.stale = "this vLLM cannot offload the KV cache without discarding the weights"
+        if not residency.keeps_weights:
+            residency.stale = "this vLLM cannot offload the KV cache without discarding the weights"
         try:
             self._wake(staying)
         except EngineError as error:
             # everything sleeps now, although only a part was to be offloaded
             if not isinstance(error, EngineLost):
-                book.resident_tags, book.stale = (
-                    frozenset(),
-                    ("waking them again failed after the KV cache was offloaded"),
-                )
+                residency.resident_tags = frozenset()
+                residency.stale = "waking them again failed after the KV cache was offloaded"
             raise
 
     def load(self, tags: Collection[str]) -> None:
@@ -107,18 +107,19 @@ class _Vllm(PluggedEngine):
         if WEIGHTS in tags and self.is_spoilt():
             self.residency.stale = WEIGHTS_DIFFER
 
-    def _failed_wake(self, said: str, tags: Sequence[str]) -> EngineError:
-        """The error for a wake that failed: an `EngineLost` where no later one can succeed."""
-        if WEIGHTS_DIFFER in said:
+    def _failed_wake(self, message: str, tags: Sequence[str]) -> EngineError:
+        """The error for a wake that failed with this message: an `EngineLost` where no later wake
+        can succeed."""
+        if WEIGHTS_DIFFER in message:
             self.residency.stale = WEIGHTS_DIFFER
-        if _MAPPED_ALREADY in said:
+        if _MAPPED_ALREADY in message:
             return EngineLost(
-                f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was "
-                "back, and vLLM cannot bring back the rest"
+                f"{message}. A wake before this one has failed after a part of {', '.join(tags)} "
+                "was back, and vLLM cannot bring back the rest"
             )
         return EngineError(
-            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory "
-            "may be in use; free memory on its device and enter the phase again"
+            f"{message}. vLLM still counts {', '.join(tags)} as asleep, although part of the "
+            "memory may be in use; free memory on its device and enter the phase again"
         )
 
     def _is_sleeping_now(self) -> bool:
@@ -160,6 +161,12 @@ class VllmServer(ServedEngine, _Vllm):
 
     Raises:
         ValueError: `url` is not an http address, or an option does not fit.
+
+    Example:
+        ::
+
+            engine = VllmServer("http://127.0.0.1:8000", send=send_over_ipc)
+            manager.register("rollout", engine)
     """
 
     def register(self) -> None:
@@ -183,9 +190,8 @@ class VllmServer(ServedEngine, _Vllm):
         """Pause the server, which also keeps new requests out. EngineError: some were still in
         flight at the deadline, and go on."""
         try:
-            self._expect(
-                "paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight})
-            )
+            answer = self._server.ask("POST", "/pause", query={"mode": self._in_flight})
+            self._expect("paused", answer)
         except EngineLost as lost:
             self._expect("resumed", self._server.ask("POST", "/resume"))
             raise EngineError(
@@ -212,10 +218,12 @@ class VllmServer(ServedEngine, _Vllm):
             )
 
     def _start(self, seconds: float = math.inf) -> Any:
-        """Told by its metrics. Several API servers in one have none of it."""
+        """Reported by its metrics. Several API servers in one do not report it."""
         answer = self._server.ask("GET", "/metrics", seconds=seconds)
-        found = _STARTED.search(answer.body.decode(errors="replace")) if answer.is_ok else None
-        return None if found is None else float(found[1])
+        if not answer.is_ok:
+            return None
+        match = _STARTED.search(answer.body.decode(errors="replace"))
+        return None if match is None else float(match[1])
 
     def offloaded_now(self) -> frozenset[str]:
         """All tags where it sleeps: vLLM sleeps as a whole."""
@@ -223,9 +231,8 @@ class VllmServer(ServedEngine, _Vllm):
         return frozenset(self.residency.tags if self._is_sleeping() else ())
 
     def _sleep(self) -> None:
-        answer = self._server.ask(
-            "POST", "/sleep", query={"level": str(self._level), "mode": self._in_flight}
-        )
+        query = {"level": str(self._level), "mode": self._in_flight}
+        answer = self._server.ask("POST", "/sleep", query=query)
         if answer.status in (400, 404, 405):
             raise EngineError(f"{answer}; nothing was done")
         if not answer.is_ok:
@@ -233,8 +240,8 @@ class VllmServer(ServedEngine, _Vllm):
                 f"{answer}: a sleep that failed half-way has freed part of the memory, but vLLM "
                 "reports to be awake"
             )
-        said = answer.fields.get("status")
-        if (said is not None and said != "sleeping") or not self._is_sleeping_now():
+        status = answer.fields.get("status", "sleeping")
+        if status not in ("sleeping", None) or not self._is_sleeping_now():
             raise EngineLost(f"{answer}, but the server is not asleep")
 
     def _wake(self, tags: Sequence[str]) -> None:
@@ -244,10 +251,10 @@ class VllmServer(ServedEngine, _Vllm):
 
     def _is_sleeping(self) -> bool:
         answer = self._server.ask("GET", "/is_sleeping")
-        found = answer.fields.get("is_sleeping")
-        if not answer.is_ok or not isinstance(found, bool):
+        is_sleeping = answer.fields.get("is_sleeping")
+        if not answer.is_ok or not isinstance(is_sleeping, bool):
             raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
-        return found
+        return is_sleeping
 
     def _release_kv_cache(self) -> None:
         answer = self._server.ask("POST", "/release_kv_cache_memory")
@@ -288,16 +295,24 @@ class VllmInProcess(_Vllm):
 
     Raises:
         ValueError: `llm` lacks a method of `vllm.LLM`, or an option does not fit.
+
+    Example:
+        ::
+
+            llm = vllm.LLM(path, enable_sleep_mode=True)
+            manager.register("rollout", VllmInProcess(llm, weights="discard"))
     """
 
     def __init__(
-        self, llm: Any, *, send: Send | None = None, weights: Weights = "keep", **options: Any
+        self,
+        llm: Any,
+        *,
+        send: Send | None = None,
+        weights: Weights = "keep",
+        **options: Any,
     ) -> None:
-        missing = [
-            name
-            for name in ("sleep", "wake_up", "apply_model", "llm_engine")
-            if not hasattr(llm, name)
-        ]
+        names = ("sleep", "wake_up", "apply_model", "llm_engine")
+        missing = [name for name in names if not hasattr(llm, name)]
         if missing or inspect.iscoroutinefunction(llm.sleep):
             raise ValueError(
                 f"{type(llm).__name__} is no vllm.LLM "
@@ -325,19 +340,18 @@ class VllmInProcess(_Vllm):
             return super().mirror_bytes()
         if not hasattr(self._llm.llm_engine, "model_executor"):
             return None
-        allocator = getattr(
-            getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None),
-            "instance",
-            None,
-        )
+        cumem = sys.modules.get("vllm.device_allocator.cumem")
+        allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
         if allocator is None:
             return None
-        found = (data.cpu_backup_tensor for data in allocator.pointer_to_data.values())
-        backups: list[torch.Tensor] = [each for each in found if each is not None]
-        return sum(
-            1 << (each.nbytes - 1).bit_length() if each.is_pinned() else each.nbytes
-            for each in backups
-        )
+        host_bytes = 0
+        for data in allocator.pointer_to_data.values():
+            backup: torch.Tensor | None = data.cpu_backup_tensor
+            if backup is None:
+                continue
+            is_rounded = backup.is_pinned()
+            host_bytes += 1 << (backup.nbytes - 1).bit_length() if is_rounded else backup.nbytes
+        return host_bytes
 
     def load(self, tags: Collection[str]) -> None:
         """Wake these tags, which are asleep, and see whether the mirror stays."""
@@ -359,8 +373,8 @@ class VllmInProcess(_Vllm):
         """Nothing: vLLM takes requests as soon as it is awake."""
 
     def answers(self) -> Sequence[Any]:
-        told: Sequence[Any] = self._call("collective_rpc", "check_health")
-        return told
+        answers: Sequence[Any] = self._call("collective_rpc", "check_health")
+        return answers
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is not None:
@@ -414,10 +428,8 @@ class VllmInProcess(_Vllm):
         try:
             return getattr(self._llm, name)(*args, **keywords)
         except Exception as error:
-            raise EngineError(
-                f"{name}({', '.join(f'{k}={v!r}' for k, v in keywords.items())}) of vLLM failed: "
-                f"{error!r}"
-            ) from error
+            arguments = ", ".join(f"{keyword}={value!r}" for keyword, value in keywords.items())
+            raise EngineError(f"{name}({arguments}) of vLLM failed: {error!r}") from error
 
 
 def _cached_host_bytes() -> int:

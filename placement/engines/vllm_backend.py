@@ -77,7 +77,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             HostMemoryError: there is not enough host memory. Nothing is asleep.
             RuntimeError: the device failed. If it failed to copy, nothing is asleep.
         """
-        began, kept = time.monotonic(), self._kept_tags(level)
+        began = time.monotonic()
+        kept = self._kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
         if WEIGHTS not in kept and not self._has_slept:
@@ -173,11 +174,11 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         if not wrong:
             return
         nbytes = _bytes_of([data_of[address] for address in wrong])
-        said = f"{WEIGHTS_DIFFER} ({len(wrong)} blocks, {mib(nbytes)}). {_WHAT_TO_DO}"
+        message = f"{WEIGHTS_DIFFER} ({len(wrong)} blocks, {mib(nbytes)}). {_WHAT_TO_DO}"
         if is_last or any(data_of[address].tag != WEIGHTS for address in wrong):
-            raise IntegrityError(said)
+            raise IntegrityError(message)
         self._mirror.spoilt = wrong
-        logger.error("%s", said)
+        logger.error("%s", message)
 
     def _has_mirrored(self, data: Any) -> bool:
         """Whether the bytes of a block on the host are the mirror's. They are not where something
@@ -192,21 +193,22 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         return Mirror(select_device(f"cuda:{index}"))
 
     def _kept_tags(self, level: int) -> tuple[str, ...]:
-        """The tags whose bytes vLLM's own backend of this version keeps: what it would ask of the
-        allocator."""
-        asked: list[tuple[str, ...]] = []
-        before, allocator = self._state, _allocator()
+        """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
+        allocator, whose method is replaced for the length of the call."""
+        kept: list[tuple[str, ...]] = []
+        state = self._state
+        allocator = _allocator()
 
-        def sleep(offload_tags: tuple[str, ...]) -> None:
-            asked.append(offload_tags)
+        def record_tags(offload_tags: tuple[str, ...]) -> None:
+            kept.append(offload_tags)
 
-        allocator.sleep = sleep
+        allocator.sleep = record_tags
         try:
             super().suspend(level)
         finally:
             del allocator.sleep
-            self._state = before
-        return asked[0]
+            self._state = state
+        return kept[0]
 
 
 def _allocator() -> Any:

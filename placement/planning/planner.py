@@ -34,8 +34,8 @@ _COMPUTING: dict[str, tuple[str, ...]] = {
 
 
 class PhaseHistory:
-    """The phases that have begun, oldest first: those in which a cycle is looked for, and as many
-    before, which tell its places apart."""
+    """The phases that have begun, oldest first. A cycle is searched for in the last `MOST_PHASES`;
+    as many before them tell its places apart."""
 
     def __init__(self) -> None:
         self._phases: deque[str] = deque(maxlen=2 * MOST_PHASES)
@@ -47,34 +47,37 @@ class PhaseHistory:
         """The phases that are expected after this one, nearest first, for one whole cycle; empty if
         none has been seen.
 
-        What followed the last time is expected again. Where a phase has several places in the
-        cycle, the one counts before which the same phases were as here, for longest, and of equal
-        ones the last. A phase that is not in the history (`idle`, or one that begins for the first
-        time) is taken as one that was put in after the last phase.
+        The same phases are expected as the last time. Where a phase has several places in the
+        cycle, the place counts that has the most phases before it in common with the present; of
+        equal ones the last. A phase that is not in the history (`idle`, or one that begins for the
+        first time) is taken as inserted after the last phase.
         """
         phases = [*self._phases]
-        is_known = phase in phases[-MOST_PHASES:]
-        longest, after = -is_known, len(phases)
+        has_been = phase in phases[-MOST_PHASES:]
+        longest = -1 if has_been else 0
+        best_place = len(phases)
         for place in reversed(range(len(phases))[-MOST_PHASES:]):
             if longest >= place:
                 break  # fewer phases are before all places that are left
-            more = longest + 1  # a better place has at least so many in common
-            if (not is_known or phases[place] == phase) and phases[place - more : place] == phases[
-                len(phases) - more :
-            ]:
-                longest, after = _common_end(phases[:place], phases), place
-        return tuple(phases[after + is_known :])
+            if has_been and phases[place] != phase:
+                continue
+            least = longest + 1  # a better place has at least so many in common
+            if phases[place - least : place] == phases[len(phases) - least :]:
+                longest = _common_end(phases[:place], phases)
+                best_place = place
+        if has_been:
+            return tuple(phases[best_place + 1 :])
+        return tuple(phases[best_place:])
 
 
 def _common_end(short: list[str], long: list[str]) -> int:
-    """How many phases at the ends of two histories are the same."""
+    """How many phases at the ends of two histories are the same. `short` is not longer."""
     if short == long[len(long) - len(short) :]:  # as in every steady cycle
         return len(short)
-    return next(
-        n
-        for n, (one, other) in enumerate(zip(reversed(short), reversed(long), strict=False))
-        if one != other
-    )
+    length = 0
+    while short[-1 - length] == long[-1 - length]:
+        length += 1
+    return length
 
 
 class Planner:
@@ -113,7 +116,10 @@ class Planner:
     # --- plans
 
     def ask(
-        self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()
+        self,
+        phase: str,
+        enclosing: str | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> tuple[View, Plan]:
         """The view that the policy was shown, and its plan for a phase. Raises PolicyError: the
         policy gave no valid plan."""
@@ -126,7 +132,9 @@ class Planner:
             for name, handle in self._handles.items()
             if plan.targets[name] is not State.CPU_OFFLOADED
         ]
-        return self.ask(phase, enclosing, kept) if _follow_param_groups(used) else (view, plan)
+        if _follow_param_groups(used):  # their sizes are others now
+            return self.ask(phase, enclosing, kept)
+        return view, plan
 
     def _refuse_to_stay(self, view: View, plan: Plan) -> None:
         """Raise PolicyError for a plan with which a turn would never end."""
@@ -140,7 +148,12 @@ class Planner:
             )
 
     def needed(
-        self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False
+        self,
+        phase: str,
+        enclosing: str | None,
+        kept: frozenset[str],
+        *,
+        at_rest: bool = False,
     ) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device
         are needed; others may be offloaded.
@@ -150,22 +163,21 @@ class Planner:
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
-            view = replace(
-                view, handles={name: handle.at_rest() for name, handle in view.handles.items()}
-            )
+            handles = {name: handle.at_rest() for name, handle in view.handles.items()}
+            view = replace(view, handles=handles)
         return ask_policy(self._policy, view)
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
         handles = {name: handle_view(handle, kept) for name, handle in self._handles.items()}
         budget_bytes = self.budget_bytes(phase, handles.values())
+        if self.least is not None:
+            budget_bytes = min(budget_bytes, self.least.budget_bytes)
         return View(
             phase=phase,
             enclosing=enclosing,
             upcoming=self.history.upcoming(phase),
             handles=handles,
-            budget_bytes=budget_bytes
-            if self.least is None
-            else min(budget_bytes, self.least.budget_bytes),
+            budget_bytes=budget_bytes,
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
@@ -175,11 +187,11 @@ class Planner:
         tags there. Ranks compare these facts."""
         # else ranks that step other parameters from now on would not compare their plans
         _follow_param_groups(self._handles.values())
-        handles = self._handles.items()
-        return {
-            name: (each.num_bytes, each.is_on_device, sorted(each.storage.resident_tags))
-            for name, each in handles
-        }
+        places = {}
+        for name, handle in self._handles.items():
+            tags = sorted(handle.storage.resident_tags)
+            places[name] = handle.num_bytes, handle.is_on_device, tags
+        return places
 
     def computing_roles(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them
@@ -195,22 +207,21 @@ class Planner:
             return self._settings.budget_bytes
         handles = [*self._handles.values()] if views is None else views
         available = self.memory.free_bytes + self._born_bytes
-        for each in handles:
-            if not each.external:  # it can leave to make room
-                available += each.resident_bytes
-        seen = self._others_bytes.get(phase)
-        if seen is None:
+        for handle in handles:
+            if not handle.external:  # it can leave to make room
+                available += handle.resident_bytes
+        others_bytes = self._others_bytes.get(phase)
+        if others_bytes is None:
             return int(available * (1 - HEADROOM))
-        return max(0, available - max(0, seen - self._reserved_by_others()))
+        missing_bytes = max(0, others_bytes - self._reserved_by_others())
+        return max(0, available - missing_bytes)
 
     def other_rank(self, phase: str) -> int | None:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this
         process's own budget."""
-        return (
-            None
-            if self.least is None or self.budget_bytes(phase) <= self.least.budget_bytes
-            else self.least.budget_rank
-        )
+        if self.least is None or self.budget_bytes(phase) <= self.least.budget_bytes:
+            return None
+        return self.least.budget_rank
 
     def room_bytes(self, phase: str, plan: Plan) -> int:
         """Device bytes that the budget of a phase leaves beside its plan, for what arrives
@@ -221,26 +232,26 @@ class Planner:
     def growth_bytes(self, phase: str, memory: DeviceMemory) -> int:
         """Bytes that others may still take in a phase that has begun, as of this measurement: the
         most that was seen, or the headroom."""
-        seen = self._others_bytes.get(phase)
-        return (
-            int(memory.free_bytes * HEADROOM)
-            if seen is None
-            else max(0, seen - memory.torch_reserved_bytes)
-        )
+        others_bytes = self._others_bytes.get(phase)
+        if others_bytes is None:
+            return int(memory.free_bytes * HEADROOM)
+        return max(0, others_bytes - memory.torch_reserved_bytes)
 
     def measure(self, memory: DeviceMemory) -> int:
         """Measure the handles, beside the device's memory. Returns the device bytes that they
         hold."""
-        self.memory, held, born, unadopted = memory, 0, 0, 0
+        self.memory = memory
+        held_bytes = born_bytes = unadopted_bytes = 0
         for handle in self._handles.values():
             storage = handle.storage
             storage.measure()
-            held += storage.sizes()[1]
+            held_bytes += storage.sizes()[1]
             if handle.kind == "optimizer":
-                born += storage.born_bytes
-                unadopted += storage.unadopted.nbytes
-        self._born_bytes, self._state_bytes = born, born + unadopted
-        return held
+                born_bytes += storage.born_bytes
+                unadopted_bytes += storage.unadopted.nbytes
+        self._born_bytes = born_bytes
+        self._state_bytes = born_bytes + unadopted_bytes
+        return held_bytes
 
     def note_end_of(self, phase: str) -> None:
         """A phase ends now: remember how much memory others need in it."""
@@ -255,25 +266,22 @@ class Planner:
 
 def _follow_param_groups(handles: Iterable[Handle]) -> bool:
     """Measure the offloaded optimizers among these anew that step other parameters than before.
-    Returns whether there are any. This looks at every parameter, so the optimizers that a phase
-    does not use are not asked."""
-    optimizers = [
-        handle.storage
-        for handle in handles
-        if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage)
-    ]
-    return True in [each.follow_param_groups() for each in optimizers]  # a list: each must be asked
+    Returns whether there are any. Every parameter is compared, so the optimizers that a phase does
+    not use are left out."""
+    has_any = False
+    for handle in handles:
+        if handle.kind == "optimizer" and isinstance(handle.storage, ManagedStorage):
+            has_any |= handle.storage.follow_param_groups()
+    return has_any
 
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same:
     making one takes as long as asking."""
-    storage, streamed, adapter, (state, is_on_device) = (
-        handle.storage,
-        handle.streamed,
-        handle.adapter,
-        handle.node,
-    )
+    storage = handle.storage
+    streamed = handle.streamed
+    adapter = handle.adapter
+    state, is_on_device = handle.node
     num_bytes, resident_bytes, prefetched_bytes = storage.sizes()
     facts: dict[str, Any] = {
         "name": handle.name,
@@ -296,8 +304,10 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         "window_bytes": handle.window_bytes,
         "unstreamable": None if streamed is None else streamed.refusal,
     }
-    if (last := handle.last_view) is None or last[0] != facts:
-        handle.last_view = last = facts, HandleView(**facts)
+    last = handle.last_view
+    if last is None or last[0] != facts:
+        last = facts, HandleView(**facts)
+        handle.last_view = last
     return last[1]
 
 
@@ -334,9 +344,9 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    named = dict.fromkeys(
-        (*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch)
-    )
+    named = dict.fromkeys(plan.targets)
+    for more in (plan.streamed, plan.dropped, plan.parts, plan.prefetch):
+        named.update(dict.fromkeys(more))
     unknown = [name for name in named if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
@@ -345,9 +355,9 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
             yield f"it wants {name!r} in TRAINING, which is readonly"
     yield from _wrongly_streamed(view, plan)
     for name, tags in plan.parts.items():
-        if unknown_tags := tags - frozenset(
-            view.handles[name].tags if name in view.handles else ()
-        ):
+        own_tags = frozenset(view.handles[name].tags if name in view.handles else ())
+        unknown_tags = tags - own_tags
+        if unknown_tags:
             yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
         elif not tags or name not in plan.targets or not plan.on_device(name):
             yield (
@@ -384,9 +394,11 @@ def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
     TRAINING with a step that can be streamed."""
     wrong = []
     for name in plan.streamed:
-        handle, state = view.handles.get(name), plan.targets.get(name)
+        handle = view.handles.get(name)
+        state = plan.targets.get(name)
         if handle is None or handle.kind != "optimizer" or state is not State.TRAINING:
-            wrong += [] if state is State.SYNCING else [name]
+            if state is not State.SYNCING:
+                wrong.append(name)
         elif handle.external:
             yield (
                 f"it streams the state of {name!r}, which a framework moves: leave {name!r} out of "
@@ -404,20 +416,27 @@ def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
         )
 
 
-def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+def meant(
+    only: Sequence[str] | None,
+    handles: Mapping[str, Handle],
+) -> set[str] | None:
     """The handles that `only=` means now: the named ones, unless they were unregistered meanwhile,
     and the optimizers that they own."""
     if only is None:
         return None
-    chosen = {name for name in only if name in handles}
-    return chosen | {
-        handle.name
-        for handle in handles.values()
-        if any(owner.name in chosen for owner in handle.owners)
-    }
+    named = {name for name in only if name in handles}
+    owned = set()
+    for handle in handles.values():
+        if any(owner.name in named for owner in handle.owners):
+            owned.add(handle.name)
+    return named | owned
 
 
-def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
+def with_kept(
+    plan: Plan,
+    kept: Iterable[str],
+    handles: Mapping[str, Handle],
+) -> Plan:
     """A plan with kept handles added. A keep loads nothing: of an engine only the tags that are on
     the device stay there."""
     for name in kept:
@@ -431,9 +450,8 @@ def target_of(handle: Handle, plan: Plan) -> Node:
     if handle.adapter is None:
         return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
-    return state, state is not State.CPU_OFFLOADED and (
-        handle.name not in plan.streamed or handle.external
-    )
+    is_streamed = handle.name in plan.streamed and not handle.external
+    return state, state is not State.CPU_OFFLOADED and not is_streamed
 
 
 def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
@@ -445,21 +463,21 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
 def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether all handles are where the plan wants them, with nothing to repair."""
     for handle in handles.values():
-        target = target_of(handle, plan)
-        if (
-            handle.node != target
-            or handle.broken is not None
-            or not handle.storage.is_consistent_in(target[0])
-        ):
+        state, is_on_device = target_of(handle, plan)
+        if handle.node != (state, is_on_device) or handle.broken is not None:
+            return False
+        if not handle.storage.is_consistent_in(state):
             return False
     return True
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:
-    known = list(handles)
-    return f"no handle {name!r}" + (
-        nearest(str(name), known) or (f"; registered: {', '.join(known) or 'none'}")
-    )
+    """The message for a name that no handle has, with the nearest one."""
+    registered = list(handles)
+    advice = nearest(str(name), registered)
+    if not advice:
+        advice = f"; registered: {', '.join(registered) or 'none'}"
+    return f"no handle {name!r}{advice}"
 
 
 def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
@@ -470,38 +488,27 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     DeviceMemoryError, with a table of bytes that each handle holds and wants.
     """
     wanted = view.bytes_of(plan)
+    own = [handle for handle in view.handles.values() if not handle.external]
     if wanted <= view.budget_bytes:
-        return max(
-            0,
-            view.budget_bytes
-            - sum([h.resident_bytes for h in view.handles.values() if not h.external]),
-        )
+        held = sum([handle.resident_bytes for handle in own])
+        return max(0, view.budget_bytes - held)
     if other_rank is not None:
         reason = (
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs "
             f"{mib(wanted)} on the device of each rank: raise budget_bytes there, or name the "
             "handles that the phase needs together (only=[...])"
         )
-        told = OtherBudgetError(f"rank {other_rank} {reason}")
-        told.blames = {other_rank: reason}
-        raise told
-    rows = (
-        (h.name, h.resident_bytes, bytes_under(plan, h))
-        for h in view.handles.values()
-        if not h.external
+        other = OtherBudgetError(f"rank {other_rank} {reason}")
+        other.blames = {other_rank: reason}
+        raise other
+    table = _bytes_table(
+        [(handle.name, handle.resident_bytes, bytes_under(plan, handle)) for handle in own]
     )
-    table = _bytes_table(rows)
     error = DeviceMemoryError(
-        f"phase {view.phase!r} needs {mib(wanted)} on the device, "
-        "the "
-        "budget "
-        "is "
+        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is "
         f"{mib(view.budget_bytes)}.\n{table}\n"
-        "Name the handles that it needs "
-        "together: "
-        'manager.phase("' + view.phase + '", '
-        "only=[...]), "
-        "or raise budget_bytes."
+        f'Name the handles that it needs together: manager.phase("{view.phase}", only=[...]), or '
+        "raise budget_bytes."
     )
     error.wanted_bytes = wanted
     raise error
@@ -510,24 +517,24 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
 def _bytes_table(rows: Iterable[tuple[str, int, int]]) -> str:
     """A table of the bytes that each handle holds and wants, largest first."""
     lines = [f"  {'handle':<24} {'holds':>18} {'wants':>18}"]
-    lines += [
-        (f"  {name:<24} {one:>18,} {other:>18,}")
-        for name, one, other in sorted(rows, key=lambda row: -max(row[1:]))
-    ]
+    largest_first = sorted(rows, key=lambda row: -max(row[1:]))
+    for name, held, wanted in largest_first:
+        lines.append(f"  {name:<24} {held:>18,} {wanted:>18,}")
     return "\n".join(lines)
 
 
 def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
     """Make a plan fit: offload the cheapest handles that `needed` does not have on the device, just
     enough for the missing bytes."""
-    freed = {
-        h.name: bytes_under(plan, h) - bytes_under(needed, h)
-        for h in view.handles.values()
-        if plan[h.name] is State.GPU_RESIDENT
-        and needed[h.name] in (State.CPU_OFFLOADED, State.GPU_RESIDENT)
-    }
-    leaving = view.evicted(
-        {name: nbytes for name, nbytes in freed.items() if nbytes > 0},
-        view.bytes_of(plan) - view.budget_bytes,
-    )
+    freed = {}
+    for handle in view.handles.values():
+        if plan[handle.name] is not State.GPU_RESIDENT:
+            continue
+        if needed[handle.name] not in (State.CPU_OFFLOADED, State.GPU_RESIDENT):
+            continue
+        nbytes = bytes_under(plan, handle) - bytes_under(needed, handle)
+        if nbytes > 0:
+            freed[handle.name] = nbytes
+    missing_bytes = view.bytes_of(plan) - view.budget_bytes
+    leaving = view.evicted(freed, missing_bytes)
     return needed.limited_to(leaving, plan)

@@ -30,7 +30,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 def policy_names() -> tuple[str, ...]:
     """The names of all known policies, sorted: the shipped ones and the entry points of the group
     "placement.policies"."""
-    return tuple(sorted({*SHIPPED, *(point.name for point in entry_points(group=GROUP))}))
+    registered = [point.name for point in entry_points(group=GROUP)]
+    return tuple(sorted({*SHIPPED, *registered}))
 
 
 def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
@@ -41,59 +42,60 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     "colocated(drop_gradients=True)". Raises PolicyError: no such policy can be imported or
     constructed, or what was found has no `plan(view)` or no `name`.
     """
-    found: Any = spec
-    positional, named = tuple[Any, ...](), dict[str, Any]()
+    policy: Any = spec
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
     if isinstance(spec, str):
-        path, positional, named = _with_options(spec)
+        path, positional, named = _name_and_options(spec)
         point = _entry_point(path)
         try:
-            found = point.load()
+            policy = point.load()
         except Exception as exc:
             raise PolicyError(
                 f"policy {path!r} cannot be imported from {point.value}: {type(exc).__name__}: "
                 f"{exc}"
             ) from exc
-        if (positional or named) and not isinstance(found, type):
+        if (positional or named) and not isinstance(policy, type):
             raise PolicyError(
                 f"no policy {spec!r}: only a class takes options, and {path!r} is a "
-                f"{type(found).__name__}"
+                f"{type(policy).__name__}"
             )
-    if isinstance(found, type):
+    if isinstance(policy, type):
         if named:
-            _refuse_unknown_options(spec, found, named)
+            _refuse_unknown_options(spec, policy, named)
         try:
-            found = found(*positional, **named)
+            policy = policy(*positional, **named)
         except Exception as exc:
             how = "with these options" if positional or named else "without arguments"
             raise PolicyError(f"policy {_shown(spec)} cannot be constructed {how}: {exc}") from exc
-    if not callable(getattr(found, "plan", None)):
+    if not callable(getattr(policy, "plan", None)):
         raise PolicyError(
             f"policy {_shown(spec)} has no method plan(view): write a class with a `name` and that "
             "method"
         )
-    name = getattr(found, "name", None)
+    name = getattr(policy, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PolicyError(
             f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its "
             f"class), not {name!r}"
         )
-    return cast("Policy", found)
+    return cast("Policy", policy)
 
 
 def _refuse_unknown_options(spec: object, policy: type, named: Mapping[str, Any]) -> None:
     parameters = inspect.signature(policy).parameters.values()
-    known = [
-        each.name
-        for each in parameters
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    unknown = [name for name in named if name not in known]
-    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        raise PolicyError(
-            f"policy {_shown(spec)} cannot be constructed with these options: no option "
-            f"{unknown[0]!r}{nearest(unknown[0], known)} (its options: "
-            f"{', '.join(known) or 'none'})"
-        )
+    options = []
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            options.append(parameter.name)
+    for name in named:
+        if name not in options:
+            raise PolicyError(
+                f"policy {_shown(spec)} cannot be constructed with these options: no option "
+                f"{name!r}{nearest(name, options)} (its options: {', '.join(options) or 'none'})"
+            )
 
 
 def _literal(node: ast.expr) -> Any:
@@ -106,22 +108,23 @@ def _literal(node: ast.expr) -> Any:
         ) from None
 
 
-def _with_options(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Split into the name in front of the bracket, and the positional and the named options
-    inside."""
-    name, bracket, rest = spec.partition("(")
+def _name_and_options(
+    spec: str,
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The name in front of the bracket, and the positional and the named options inside."""
+    name, bracket, options = spec.partition("(")
     if not bracket:
         return spec, (), {}
     try:
-        call = ast.parse(f"policy({rest}", mode="eval").body
+        call = ast.parse(f"policy({options}", mode="eval").body
         if (
             not isinstance(call, ast.Call)
             or not isinstance(call.func, ast.Name)
-            or any(each.arg is None for each in call.keywords)
+            or any(keyword.arg is None for keyword in call.keywords)
         ):
             raise ValueError("expected one pair of brackets")
-        positional = tuple(_literal(each) for each in call.args)
-        named = {str(each.arg): _literal(each.value) for each in call.keywords}
+        positional = tuple(_literal(argument) for argument in call.args)
+        named = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise PolicyError(
             f"policy {spec!r}: options are literals in brackets, as in "
@@ -131,11 +134,9 @@ def _with_options(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 
 def _shown(spec: object) -> str:
-    return (
-        repr(spec)
-        if isinstance(spec, str)
-        else getattr(spec, "__qualname__", type(spec).__qualname__)
-    )
+    if isinstance(spec, str):
+        return repr(spec)
+    return getattr(spec, "__qualname__", type(spec).__qualname__)
 
 
 def _entry_point(spec: str) -> EntryPoint:
@@ -152,8 +153,8 @@ def _entry_point(spec: str) -> EntryPoint:
         return next(iter(registered.values()))
     if _PATH.fullmatch(spec):
         return EntryPoint(spec, spec, GROUP)
-    known = policy_names()
+    names = policy_names()
     raise PolicyError(
-        f"no policy {spec!r}{nearest(spec, known) or '.'} Registered: {', '.join(known)}; or write "
+        f"no policy {spec!r}{nearest(spec, names) or '.'} Registered: {', '.join(names)}; or write "
         "'package.module:Class'."
     )

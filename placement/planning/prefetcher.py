@@ -1,9 +1,9 @@
 """Prefetch: bring pages of offloaded storages to the device while a phase computes, for a later
 load. Their memory is aside until then.
 
-`divide` cuts the room that there is beside the phase into shares: what each handle gets at once,
-and what it gets when earlier offloads are saved. Memory is put aside for all pages at once, at the
-end of a phase transition, because the driver is quick while the link is idle.
+`divide` cuts the room beside the phase into shares: the bytes that a handle gets at once, and those
+that it gets when earlier offloads are saved. Memory is put aside for all pages at once, at the end
+of a phase transition, because the driver is quick while the link is idle.
 
 The copies are started in bursts, so that the next phase transition waits for one or two bursts at
 most. A thread starts them: each burst takes it a few calls, which a busy interpreter delays by
@@ -86,44 +86,46 @@ class Prefetcher:
 
         Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
-        shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
+        shares = self._shares(plan, self._room_bytes(name, plan))
+        given_bytes = 0
         for handle in self._handles.values():
-            if handle.holding is not None and not plan.on_device(handle.name):
-                keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
-                given += handle.holding.give_up_early(keep_bytes, chunk_pool)
+            storage = handle.holding
+            if storage is not None and not plan.on_device(handle.name):
+                keep_bytes = shares[storage].first_bytes if storage in shares else 0
+                given_bytes += storage.give_up_early(keep_bytes, chunk_pool)
         self.has_any = bool(shares) or any(
             handle.storage.prefetched_bytes for handle in self._handles.values()
         )
-        staying = {
-            storage: share.first_bytes
-            for storage, share in shares.items()
-            if storage.on_device and share.first_bytes
-        }
-        for storage in staying:
-            self._reserve_aside(storage)
-        return Ahead(staying, partial(self._begin, name, plan)), given
+        staying = {}
+        for storage, share in shares.items():
+            if storage.on_device and share.first_bytes:
+                staying[storage] = share.first_bytes
+                self._reserve_aside(storage)
+        return Ahead(staying, partial(self._begin, name, plan)), given_bytes
 
     def discard(self) -> int:
         """Return the memory of all pages aside to the driver. Returns how many bytes."""
         self.pause()
-        chunk_pool, given = ChunkPool(self._device), 0
+        chunk_pool = ChunkPool(self._device)
+        given_bytes = 0
         for handle in self._handles.values():
             if handle.holding is not None:
-                given += handle.holding.give_up_early(0, chunk_pool)
+                given_bytes += handle.holding.give_up_early(0, chunk_pool)
         chunk_pool.release()
         self._planner.memory = self._device.memory()
-        return given
+        return given_bytes
 
     def give_up(self, name: str) -> None:
         """Return the memory of all pages aside to the driver. The phase gets half as much from now
         on."""
-        if given := self.discard():
-            self._most_bytes[name] = given // 2
+        given_bytes = self.discard()
+        if given_bytes:
+            self._most_bytes[name] = given_bytes // 2
             logger.warning(
                 "out of memory in phase %s: gave up %s early bytes; it gets half as many from now "
                 "on",
                 name,
-                f"{given:,}",
+                f"{given_bytes:,}",
             )
 
     def go_on(self, name: str, plan: Plan) -> None:
@@ -142,24 +144,23 @@ class Prefetcher:
         that would go back to the driver now.
         """
         try:
-            streamed = [
-                handle.streamed
-                for handle in self._handles.values()
-                if handle.is_streaming and handle.streamed is not None
-            ]
-            firsts = {each.storage: each.first_chunks for each in streamed if each.first_chunks}
-            if plan.prefetch or firsts:
-                self._bring(name, plan, firsts, chunk_pool)
+            first_chunks = {}
+            for handle in self._handles.values():
+                streamed = handle.streamed
+                if handle.is_streaming and streamed is not None and streamed.first_chunks:
+                    first_chunks[streamed.storage] = streamed.first_chunks
+            if plan.prefetch or first_chunks:
+                self._bring(name, plan, first_chunks, chunk_pool)
         except Exception as error:
             self.pause()
-            # whoever keeps the record keeps no frames
+            # as text: a log record that is kept must keep no frames
             logger.warning("nothing more comes early in phase %s: %s", name, str(error))
 
     def _bring(
         self,
         name: str,
         plan: Plan,
-        firsts: Mapping[ManagedStorage, Sequence[RangeChunk]],
+        first_chunks: Mapping[ManagedStorage, Sequence[RangeChunk]],
         chunk_pool: ChunkPool,
     ) -> None:
         memory = self._device.memory()
@@ -172,7 +173,7 @@ class Prefetcher:
         self.has_any = True  # state that was born in the phase before has a place only now
         shares = self._shares(plan, room_bytes)
         bursts: deque[_Burst] = deque()
-        for storage, chunks in firsts.items():
+        for storage, chunks in first_chunks.items():
             spare_bytes -= self._put_first_aside(storage, chunks, spare_bytes, chunk_pool)
             bursts.extend(_bursts(storage))
         for storage, share in shares.items():
@@ -195,12 +196,12 @@ class Prefetcher:
         """Put memory aside for the first buckets of a streamed step, whose window the plan counts.
         Returns the bytes: all, or 0."""
         self._reserve_aside(storage)
-        lacking = [
-            (r, index)
-            for r, index in chunks
-            if r.pages.can_be_aside and _is_free(storage, r) and r.pages.table[index].memory is None
-        ]
-        nbytes = sum(r.chunk_sizes[index] for r, index in lacking)
+        lacking = []
+        nbytes = 0
+        for r, index in chunks:
+            if _can_be_aside(storage, r) and r.pages.table[index].memory is None:
+                lacking.append((r, index))
+                nbytes += r.chunk_sizes[index]
         if nbytes > room_bytes:
             return 0
         for r, run in page_runs(lacking):
@@ -211,7 +212,9 @@ class Prefetcher:
         """Put memory aside for the first pages of a storage that have none, as far as there is
         room."""
         self._reserve_aside(storage)
-        for r in _ranges(storage):
+        for r in storage.ranges:
+            if not _can_be_aside(storage, r):
+                continue
             if r.pages.is_stale:
                 r.pages.discard(chunk_pool)
             for run in runs(_lacking_within(r.pages, room_bytes)):
@@ -219,7 +222,7 @@ class Prefetcher:
                 room_bytes -= r.pages.bytes_of(run)
 
     def _reserve_aside(self, storage: ManagedStorage) -> None:
-        """Reserve addresses aside for the ranges of a storage, as far as anything can be there."""
+        """Reserve addresses aside for the ranges of a storage whose pages can be there."""
         for r in storage.ranges:
             if _is_free(storage, r):
                 r.pages.reserve_aside(self.copies.pause)
@@ -231,15 +234,15 @@ class Prefetcher:
     def _shares(self, plan: Plan, room_bytes: int) -> dict[ManagedStorage, Share]:
         """The storages of which bytes may be on the device early, in the plan's order, each with
         its share of the room."""
-        wanted: dict[ManagedStorage, Wish] = {}
+        wishes: dict[ManagedStorage, Wish] = {}
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
             if storage is not None and storage.can_prefetch and not plan.on_device(name):
                 nbytes = storage.device_bytes
-                wanted[storage] = Wish(
-                    min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes
-                )
-        return dict(zip(wanted, divide(room_bytes, [*wanted.values()]), strict=True))
+                held_bytes = nbytes if storage.on_device else storage.left_bytes
+                wishes[storage] = Wish(min(most_bytes, nbytes), held_bytes)
+        shares = divide(room_bytes, [*wishes.values()])
+        return dict(zip(wishes, shares, strict=True))
 
 
 # --- the room
@@ -266,20 +269,23 @@ def divide(room_bytes: int, wishes: Sequence[Wish]) -> list[Share]:
     """Divide the room. The wishes are in the order of the plan, soonest needed first; the shares
     are in the same order.
 
-    In the end, the first have all that they want. At first, everybody keeps what is wanted of what
-    it holds, and the first have what is left beside that.
+    In the end, the first handles have all the bytes that they want. At first, each handle keeps the
+    wanted bytes that it holds, and the first handles have the room beside these.
     """
-    room_bytes = max(0, room_bytes)
-    kept, room = list[int](), room_bytes
+    last_room = max(0, room_bytes)
+    first_room = last_room
+    kept_bytes: list[int] = []
     for wish in wishes:
-        kept.append(min(wish.held_bytes, wish.wanted_bytes, room))
-        room -= kept[-1]
-    shares, last_room = list[Share](), room_bytes
-    for wish, mine in zip(wishes, kept, strict=True):
+        kept = min(wish.held_bytes, wish.wanted_bytes, first_room)
+        kept_bytes.append(kept)
+        first_room -= kept
+    shares: list[Share] = []
+    for wish, kept in zip(wishes, kept_bytes, strict=True):
         last = min(wish.wanted_bytes, last_room)
-        more = min(max(0, last - mine), room)
-        shares.append(Share(mine + more, last))
-        room, last_room = room - more, last_room - last
+        added = min(max(0, last - kept), first_room)
+        shares.append(Share(kept + added, last))
+        first_room -= added
+        last_room -= last
     return shares
 
 
@@ -293,44 +299,60 @@ class _Burst(NamedTuple):
 
 
 def _bursts(storage: ManagedStorage) -> Iterator[_Burst]:
-    missing = [(r.pages, index) for r in storage.ranges for index in r.pages.unfilled()]
+    """The copies to pages that have their memory, cut into bursts."""
+    missing = []
+    for r in storage.ranges:
+        missing += [(r.pages, index) for index in r.pages.unfilled()]
     for start in range(0, len(missing), BURST_CHUNKS):
-        yield _Burst(_by_range(missing[start : start + BURST_CHUNKS]))
+        yield _Burst(_by_table(missing[start : start + BURST_CHUNKS]))
 
 
 def _successive(shares: Mapping[ManagedStorage, Share]) -> Iterator[_Burst]:
     """The copies to pages that get their memory from pages that are being saved, cut into
     bursts."""
-    sources: defaultdict[int, deque[tuple[Pages, int]]] = defaultdict(deque)
+    sources = _surplus_pages(shares)
+    for storage, share in shares.items():
+        room_bytes = share.last_bytes - storage.prefetched_bytes
+        for r in storage.ranges:
+            if not _can_be_aside(storage, r):
+                continue
+            lacking = _lacking_within(r.pages, room_bytes)
+            for size, of_size in itertools.groupby(lacking, key=r.chunk_sizes.__getitem__):
+                indices = [*itertools.islice(of_size, len(sources[size]))]
+                room_bytes -= size * len(indices)
+                for start in range(0, len(indices), BURST_CHUNKS):
+                    receiving = indices[start : start + BURST_CHUNKS]
+                    giving = [sources[size].popleft() for _ in receiving]
+                    yield _Burst([(r.pages, receiving)], _by_table(giving))
+
+
+def _surplus_pages(
+    shares: Mapping[ManagedStorage, Share],
+) -> defaultdict[int, deque[tuple[Pages, int]]]:
+    """The pages of earlier offloads beyond the shares, by their bytes. They give their memory to
+    others once they are saved."""
+    pages: defaultdict[int, deque[tuple[Pages, int]]] = defaultdict(deque)
     for storage, share in shares.items():
         surplus = storage.prefetched_bytes - share.last_bytes
         for r in storage.ranges:
             for index in r.pages.left():
-                if r.chunk_sizes[index] <= surplus:
-                    sources[r.chunk_sizes[index]].append((r.pages, index))
-                    surplus -= r.chunk_sizes[index]
-    for storage, share in shares.items():
-        room_bytes = share.last_bytes - storage.prefetched_bytes
-        for r in _ranges(storage):
-            for size, each in itertools.groupby(
-                _lacking_within(r.pages, room_bytes), key=r.chunk_sizes.__getitem__
-            ):
-                indices = [*itertools.islice(each, len(sources[size]))]
-                room_bytes -= size * len(indices)
-                for start in range(0, len(indices), BURST_CHUNKS):
-                    now = indices[start : start + BURST_CHUNKS]
-                    yield _Burst([(r.pages, now)], _by_range(sources[size].popleft() for _ in now))
+                size = r.chunk_sizes[index]
+                if size <= surplus:
+                    pages[size].append((r.pages, index))
+                    surplus -= size
+    return pages
 
 
-def _by_range(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
-    return [
-        (table, [index for _, index in those])
-        for table, those in itertools.groupby(pages, key=operator.itemgetter(0))
-    ]
+def _by_table(pages: Iterable[tuple[Pages, int]]) -> list[Part]:
+    """Pages that follow one another in a table, as one part."""
+    parts: list[Part] = []
+    for table, of_table in itertools.groupby(pages, key=operator.itemgetter(0)):
+        parts.append((table, [index for _, index in of_table]))
+    return parts
 
 
-def _ranges(storage: ManagedStorage) -> Iterator[Range]:
-    return (r for r in storage.ranges if r.pages.can_be_aside and _is_free(storage, r))
+def _can_be_aside(storage: ManagedStorage, r: Range) -> bool:
+    return r.pages.can_be_aside and _is_free(storage, r)
 
 
 def _is_free(storage: ManagedStorage, r: Range) -> bool:
@@ -341,9 +363,13 @@ def _is_free(storage: ManagedStorage, r: Range) -> bool:
 
 def _lacking_within(pages: Pages, room_bytes: int) -> list[int]:
     """The first pages without memory, as many as fit into `room_bytes`."""
-    lacking = pages.without_memory()
-    ends = itertools.accumulate(pages.sizes[index] for index in lacking)
-    return [index for index, end in zip(lacking, ends, strict=True) if end <= room_bytes]
+    lacking = []
+    for index in pages.without_memory():
+        room_bytes -= pages.sizes[index]
+        if room_bytes < 0:
+            break
+        lacking.append(index)
+    return lacking
 
 
 class _Copies:
@@ -364,7 +390,9 @@ class _Copies:
     def pause(self, discarded_bytes: int = 0) -> None:
         """Return once it is certain that no further copy is started before the next `start`. Waits
         while the thread starts one burst.
-        `discarded_bytes`: bytes that were copied in vain, to be counted."""
+
+        `discarded_bytes`: bytes that were copied in vain, to be counted.
+        """
         self.discarded_bytes += discarded_bytes
         self._bursts = deque()  # first: the thread may have the lock again before this has it
         with self._lock:
@@ -375,11 +403,11 @@ class _Copies:
         """Start the first bursts here, as far as they have memory, and the rest in a thread. Call
         `pause` before."""
         self._bursts = bursts
-        for pages, _ in itertools.chain.from_iterable(
-            burst.parts for burst in bursts if burst.sources
-        ):
-            self._receivers.append(pages)
-            pages.is_receiving = True
+        for burst in bursts:
+            if burst.sources:
+                for pages, _ in burst.parts:
+                    self._receivers.append(pages)
+                    pages.is_receiving = True
         started: deque[Mark] = deque()
         while bursts and not bursts[0].sources and len(started) < _AHEAD:
             self._start(bursts.popleft(), started)
@@ -417,5 +445,6 @@ class _Copies:
             pages.put(indices, chunk_pool, Behind.ASIDE)
         fill(self._device, burst.parts)
         pages, indices = burst.parts[0]
-        if (mark := pages.table[indices[0]].mark) is not None:
+        mark = pages.table[indices[0]].mark
+        if mark is not None:
             started.append(mark)
