@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from inspect import getattr_static
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 
@@ -97,13 +98,15 @@ class OwnState(abc.ABC):
 
     @abc.abstractmethod
     def problems(
-        self, given: Mapping[Any, Mapping[str, Any]]
+        self, states: Mapping[Any, Mapping[str, Any]]
     ) -> Iterator[tuple[torch.Tensor, str]]:
-        """Each parameter whose given state does not fit, with the reason."""
+        """Each parameter whose state in `states` does not fit, with the reason."""
 
     @abc.abstractmethod
     def restore(
-        self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+        self,
+        states: Mapping[Any, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
         """Load state in the form of `exported`, and the settings of each parameter group."""
 
@@ -112,8 +115,19 @@ class Framework:
     """One framework. An instance describes the framework's part in one module tree, which it refers
     to only weakly.
 
-    Every method must look at the module again, because a wrapper may change its tensors between two
+    Every method must read the module again, because a wrapper may change its tensors between two
     calls. After the module was garbage-collected, every method gives an empty answer.
+
+    Example:
+        ::
+
+            class MyWrapper(Framework):
+                packages = ("my_wrapper",)
+                recognised_by = (Named("my_wrapper.module", "Wrapped"),)
+
+                def tensors(self):
+                    for path, module in self.parts(*self.recognised_by):
+                        yield Owned(f"{path}flat_buffer", module.state.flat_buffer)
     """
 
     # --- about the framework's classes, wherever they occur
@@ -140,14 +154,14 @@ class Framework:
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        """The reason why a module of a tree cannot be moved, as two texts: what was found, and what
-        to do. None if it can be moved."""
+        """The reason why a module of a tree cannot be moved, as two texts: the problem, and the
+        advice. None if it can be moved."""
         return None
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
         """The reason why an optimizer's state cannot be moved, as two texts: the end of a phrase
-        that begins with its class name, and what to do. None if it can be moved."""
+        that begins with its class name, and the advice. None if it can be moved."""
         return None
 
     @classmethod
@@ -207,7 +221,7 @@ class Framework:
     @classmethod
     def optimizer_away(cls, optimizer: object) -> str | None:
         """The reason why an optimizer cannot step now, because the framework itself offloaded its
-        state, and what to do. None if it can."""
+        state, with advice. None if it can."""
         return None
 
     @classmethod
@@ -219,8 +233,8 @@ class Framework:
 
     @classmethod
     def reading_methods_of_root(cls) -> Mapping[str, Reading]:
-        """The same for every registered module, whatever its class: methods by which functions of
-        the framework look at a module before they change it."""
+        """The same for every registered module of any class: methods by which functions of the
+        framework read a module before they change it."""
         return {}
 
     # --- about one module tree
@@ -232,13 +246,14 @@ class Framework:
     def parts(self, *classes: Named) -> Iterator[tuple[str, Any]]:
         """Path prefix ("" or "layer.") and module, for each part of the module tree that is of one
         of these classes."""
-        loaded = tuple(cls for named in classes if (cls := loaded_class(*named)) is not None)
-        if loaded and (root := self.root()) is not None:
-            yield from (
-                (f"{path}." if path else "", part)
-                for path, part in root.named_modules()
-                if isinstance(part, loaded)
-            )
+        named = (loaded_class(*cls) for cls in classes)
+        loaded = tuple(cls for cls in named if cls is not None)
+        root = self.root() if loaded else None
+        if root is None:
+            return
+        for path, part in root.named_modules():
+            if isinstance(part, loaded):
+                yield (f"{path}." if path else ""), part
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
@@ -250,7 +265,7 @@ class Framework:
         return cls(root) if any(Framework(root).parts(*cls.recognised_by)) else None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        """The reason why the module cannot be moved as the framework configured it, and what to do;
+        """The reason why the module cannot be moved as the framework configured it, with advice;
         None if it can."""
         return None
 
@@ -261,7 +276,7 @@ class Framework:
         return None
 
     def ready(self) -> None:
-        """Free what was gathered for computing (reshard), so that the module can be offloaded.
+        """Free the tensors that were gathered for computing (reshard), before an offload.
 
         Called before tensors are listed for an offload, with the device synchronised, outside
         inference mode and under `no_grad`. Must be idempotent, and must not call a collective.
@@ -273,7 +288,7 @@ class Framework:
         return {}
 
     def tensors(self) -> Iterator[Owned]:
-        """Own tensors of the module that a walk of its parameters, buffers and attributes does not
+        """Own tensors of the module that a scan of its parameters, buffers and attributes does not
         find."""
         return iter(())
 
@@ -306,7 +321,7 @@ class Framework:
         return None
 
     def caches(self) -> Iterator[torch.Tensor]:
-        """Tensors that the framework rebuilds when it needs them (workspaces). A walk that finds
+        """Tensors that the framework rebuilds when it needs them (workspaces). A scan that finds
         them must not move them."""
         return iter(())
 
@@ -316,7 +331,7 @@ class Framework:
 
     def away(self) -> str | None:
         """The reason why the module cannot be called now, because the framework itself offloaded
-        it, and what to do. None if it can."""
+        it, with advice. None if it can."""
         return None
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
@@ -351,8 +366,8 @@ def add(framework: type[Framework]) -> None:
     Raises:
         TypeError: `framework` is not a subclass of `Framework`.
     """
-    given: object = framework
-    if not isinstance(given, type) or not issubclass(given, Framework):
+    cls: object = framework
+    if not isinstance(cls, type) or not issubclass(cls, Framework):
         raise TypeError(
             f"a framework is a subclass of placement.frameworks.base.Framework, not {framework!r}"
         )
@@ -381,7 +396,7 @@ def frameworks() -> tuple[type[Framework], ...]:
         RegistrationError: an entry point cannot be imported, or does not name a subclass of
             `Framework`.
     """
-    found = [*SHIPPED, *_added]
+    classes = [*SHIPPED, *_added]
     for point in entry_points(group=GROUP):
         try:
             framework = point.load()
@@ -394,9 +409,10 @@ def frameworks() -> tuple[type[Framework], ...]:
                 f"entry point {point.name!r} of the group {GROUP!r} ({point.value}) cannot be "
                 f"used: {error}"
             ) from error
-        found.append(framework)
-    plain.set_carriers((named.module, named.name) for each in found for named in each.carriers)
-    return tuple(dict.fromkeys(found))
+        classes.append(framework)
+    carriers = itertools.chain.from_iterable(framework.carriers for framework in classes)
+    plain.set_carriers((named.module, named.name) for named in carriers)
+    return tuple(dict.fromkeys(classes))
 
 
 def answering(*questions: str) -> list[type[Framework]]:
@@ -406,21 +422,21 @@ def answering(*questions: str) -> list[type[Framework]]:
     The others are not asked, which saves time: most questions are asked for every object at every
     phase transition, and most frameworks answer few of them.
     """
-    found = []
-    for each in _overriding(*questions):
-        if not sys.modules.keys().isdisjoint(each.packages):
-            found.append(each)
-    return found
+    in_use = []
+    for framework in _overriding(*questions):
+        if not sys.modules.keys().isdisjoint(framework.packages):
+            in_use.append(framework)
+    return in_use
 
 
 @functools.cache
 def _overriding(*questions: str) -> tuple[type[Framework], ...]:
     defaults = [getattr_static(Framework, name) for name in questions]
-    return tuple(
-        each
-        for each in frameworks()
-        if [getattr_static(each, name) for name in questions] != defaults
-    )
+    overriding = []
+    for framework in frameworks():
+        if [getattr_static(framework, name) for name in questions] != defaults:
+            overriding.append(framework)
+    return tuple(overriding)
 
 
 def asked(question: str, *about: Any) -> list[Any]:
@@ -430,37 +446,46 @@ def asked(question: str, *about: Any) -> list[Any]:
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """An instance for each framework that has a part in a module tree."""
-    return [
-        found
-        for each in answering("find", "recognised_by")
-        if (found := each.find(root)) is not None
-    ]
+    instances = [framework.find(root) for framework in answering("find", "recognised_by")]
+    return [instance for instance in instances if instance is not None]
 
 
 def wrappers() -> list[tuple[type, str]]:
     """The wrapper classes that are imported, and the attribute name of the wrapped submodule in
     each."""
-    known = (wrapper for each in frameworks() for wrapper in each.wrappers)
-    return [
-        (cls, wrapper.inner) for wrapper in known if (cls := loaded_class(*wrapper.cls)) is not None
-    ]
+    imported = []
+    for framework in frameworks():
+        for wrapper in framework.wrappers:
+            cls = loaded_class(*wrapper.cls)
+            if cls is not None:
+                imported.append((cls, wrapper.inner))
+    return imported
 
 
 def reading_methods(obj: object, *, is_root: bool) -> dict[str, Reading]:
     """The answers of all frameworks, as far as the object has the methods. `is_root`: it is a
     registered module, not a part of one."""
-    found: dict[str, Reading] = {}
-    of_root = asked("reading_methods_of_root") if is_root else []
-    for names in (*asked("reading_methods", obj), *of_root):
-        found |= names if isinstance(names, Mapping) else dict.fromkeys(names, READ)
-    return {name: what for name, what in found.items() if callable(getattr(type(obj), name, None))}
+    answers = asked("reading_methods", obj)
+    if is_root:
+        answers += asked("reading_methods_of_root")
+    readings: dict[str, Reading] = {}
+    for names in answers:
+        readings |= names if isinstance(names, Mapping) else dict.fromkeys(names, READ)
+    for name in [*readings]:
+        if not callable(getattr(type(obj), name, None)):
+            del readings[name]
+    return readings
 
 
 def own_state(optimizer: object) -> OwnState | None:
-    return next((found for found in asked("own_state", optimizer) if found is not None), None)
+    for state in asked("own_state", optimizer):
+        if state is not None:
+            return cast("OwnState", state)
+    return None
 
 
 def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
-    return {
-        key: stepped for found in asked("stepped_for", objects) for key, stepped in found.items()
-    }
+    models: dict[int, torch.Tensor] = {}
+    for answer in asked("stepped_for", objects):
+        models.update(answer)
+    return models

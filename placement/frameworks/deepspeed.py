@@ -3,7 +3,6 @@ guards them."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +36,8 @@ class PartitionedWeight(Weight):
     is_collective = True
 
     def __init__(self, parameter: Any) -> None:
-        self.shape, self.dtype = parameter.ds_shape, parameter.dtype
+        self.shape = parameter.ds_shape
+        self.dtype = parameter.dtype
         self._parameter = parameter
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
@@ -71,14 +71,12 @@ class DeepSpeed(Framework):
 
     @classmethod
     def flattened_parameters(cls, objects: Sequence[object]) -> Sequence[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for obj in objects:
-            if _ZERO.is_of(obj):
-                for name in _GROUPS:
-                    found |= {
-                        id(each): each for _, each in nested_tensors(vars(obj).get(name), name)
-                    }
-        return list(found.values())
+        parameters: dict[int, torch.Tensor] = {}
+        for obj in filter(_ZERO.is_of, objects):
+            for name in _GROUPS:
+                for _, parameter in nested_tensors(vars(obj).get(name), name):
+                    parameters[id(parameter)] = parameter
+        return list(parameters.values())
 
     @classmethod
     def optimizer_away(cls, optimizer: object) -> str | None:
@@ -90,35 +88,36 @@ class DeepSpeed(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        known = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
-        engine: Any = (
-            None
-            if known is None
-            else next((part for part in root.modules() if isinstance(part, known)), None)
-        )
-        return (
-            cls(engine)
-            if engine is not None
-            and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0)
-            else None
-        )
+        engine_class = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+        if engine_class is None:
+            return None
+        engines = (part for part in root.modules() if isinstance(part, engine_class))
+        engine: Any = next(engines, None)
+        if engine is None:
+            return None
+        is_own = _ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0
+        return cls(engine) if is_own else None
 
     def away(self) -> str | None:
         engine = self._engine()
-        away = _offloaded(engine.optimizer) if engine is not None else frozenset()
-        return _advice(away) if "lp_params" in away else None
+        if engine is None:
+            return None
+        offloaded = _offloaded(engine.optimizer)
+        return _advice(offloaded) if "lp_params" in offloaded else None
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         engine = self._engine()
-        found: dict[int, dict[str, Weight | None]] = {}
-        one: dict[int, Weight] = {}
-        for part in () if engine is None else engine.module.modules():
+        if engine is None:
+            return {}
+        by_module: dict[int, dict[str, Weight | None]] = {}
+        by_parameter: dict[int, Weight] = {}  # one for all names of a parameter
+        for part in engine.module.modules():
             for name, parameter in part._parameters.items():
-                if parameter is not None and hasattr(parameter, "ds_tensor"):
-                    found.setdefault(id(part), {})[name] = one.setdefault(
-                        id(parameter), PartitionedWeight(parameter)
-                    )
-        return found
+                if parameter is None or not hasattr(parameter, "ds_tensor"):
+                    continue
+                weight = by_parameter.setdefault(id(parameter), PartitionedWeight(parameter))
+                by_module.setdefault(id(part), {})[name] = weight
+        return by_module
 
     def tensors(self) -> Iterator[Owned]:
         """The flat buffers behind the parameters, and under ZeRO 3 this rank's parts of parameters.
@@ -127,16 +126,13 @@ class DeepSpeed(Framework):
         if engine is None:
             return
         fields = vars(engine.optimizer)
-        flat = itertools.chain.from_iterable(
-            nested_tensors(fields.get(name), f"optimizer.{name}") for name in _FLAT
-        )
-        parts = (
-            (f"{name}.ds_tensor", vars(each).get("ds_tensor"))
-            for name, each in engine.module.named_parameters()
-        )
-        for name, tensor in itertools.chain(flat, parts):
-            if isinstance(tensor, torch.Tensor):
+        for field in _FLAT:
+            for name, tensor in nested_tensors(fields.get(field), f"optimizer.{field}"):
                 yield Owned(name, tensor)
+        for name, parameter in engine.module.named_parameters():
+            part = vars(parameter).get("ds_tensor")
+            if isinstance(part, torch.Tensor):
+                yield Owned(f"{name}.ds_tensor", part)
 
 
 def _offloaded(optimizer: object) -> frozenset[str]:
@@ -144,9 +140,8 @@ def _offloaded(optimizer: object) -> frozenset[str]:
     "hp_params", "optim_states", ...)."""
     if not _ZERO.is_of(optimizer):
         return frozenset()
-    return frozenset(
-        str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ())
-    )
+    states = getattr(optimizer, "offloaded_states", ())
+    return frozenset(str(getattr(state, "value", state)) for state in states)
 
 
 def _advice(names: Iterable[str]) -> str:

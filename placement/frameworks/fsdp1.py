@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,7 +45,9 @@ class FSDP1(Framework):
         super().__init__(root)
         # Found once, because walking a large model takes as long as all other work here. Wrapping
         # comes before registering.
-        self._units = [(path, weakref.ref(part)) for path, part in self.parts(_UNIT)]
+        self._units: list[tuple[str, weakref.ref[torch.nn.Module]]] = []
+        for path, unit in self.parts(_UNIT):
+            self._units.append((path, weakref.ref(unit)))
 
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):
@@ -54,72 +57,66 @@ class FSDP1(Framework):
                 "register it with external=True to have it tracked and never moved"
             )
         summoned = self._summoned()
+        if not summoned:
+            return None
         return (
-            (
-                f"the full parameters of {summoned} are summoned; register it outside "
-                "FSDP.summon_full_params"
-            )
-            if summoned
-            else None
+            f"the full parameters of {summoned} are summoned; register it outside "
+            "FSDP.summon_full_params"
         )
 
     @property
     def external(self) -> str | None:
         offloaded = [handle._offload_params for _, handle in self._handles()]
-        return (
-            ("FSDP1's CPUOffload keeps its parameters on the CPU")
-            if offloaded and all(offloaded)
-            else None
-        )
+        if offloaded and all(offloaded):
+            return "FSDP1's CPUOffload keeps its parameters on the CPU"
+        return None
 
     def ready(self) -> None:
         """Reshard every unit. Raises PhaseError: full parameters are summoned; values written to
         them would be lost."""
-        if summoned := self._summoned():
+        summoned = self._summoned()
+        if summoned:
             raise PhaseError(
                 f"the full parameters of {summoned} are summoned, and values written to them are "
                 "not in the shards yet: leave FSDP.summon_full_params before the phase ends, and "
                 "enter it inside one phase"
             )
-        wrappers = [part for _, alive in self._units if (part := alive()) is not None]
-        is_broken = any(part.training_state.name != "IDLE" for part in wrappers)
-        for _, handle in self._handles() if is_broken else ():
-            _end_iteration(handle)
-        for part in wrappers if is_broken else ():
-            part.training_state = type(part.training_state).IDLE
-            part._post_backward_callback_queued = False
-            part._exec_order_data.next_iter()
+        units = [unit for _, unit in self._living_units()]
+        if any(unit.training_state.name != "IDLE" for unit in units):  # it was interrupted
+            for _, handle in self._handles():
+                _end_iteration(handle)
+            for unit in units:
+                unit.training_state = type(unit.training_state).IDLE
+                unit._post_backward_callback_queued = False
+                unit._exec_order_data.next_iter()
         for _, handle in self._handles():
             flat = handle.flat_param
-            if handle._use_orig_params and all(
-                parameter.grad is None for parameter in flat._params
-            ):
+            has_orig_params = handle._use_orig_params
+            if has_orig_params and all(parameter.grad is None for parameter in flat._params):
                 # as the next forward pass would do, because zero_grad() reaches only the views
                 flat.grad = None
             if _is_gathered(handle):
-                handle.reshard(handle.uses_sharded_strategy)
-                handle.post_reshard()
+                _reshard(handle)
                 handle._prefetched = False
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """The original parameter for each view of gathered memory; without original parameters, the
         flat parameter for every view."""
-        found: dict[int, torch.Tensor] = {}
+        own_tensors: dict[int, torch.Tensor] = {}
         for _, handle in self._handles():
             flat = handle.flat_param
             infos = [*flat._param_infos, *flat._shared_param_infos]
-            own = (
-                [*flat._params, *flat._shared_params]
-                if handle._use_orig_params
-                else [flat] * len(infos)
-            )
+            own = [flat] * len(infos)
+            if handle._use_orig_params:
+                own = [*flat._params, *flat._shared_params]
             gathered = {storage._cdata for storage in _gathered(flat)}
             for (name, module, *_), parameter in zip(infos, own, strict=True):
-                shown = module._parameters.get(name, module.__dict__.get(name))
-                is_view = isinstance(shown, torch.Tensor) and shown is not parameter
-                if is_view and (parameter is flat or shown.untyped_storage()._cdata in gathered):
-                    found[id(shown)] = parameter
-        return found
+                view = module._parameters.get(name, module.__dict__.get(name))
+                if not isinstance(view, torch.Tensor) or view is parameter:
+                    continue
+                if parameter is flat or view.untyped_storage()._cdata in gathered:
+                    own_tensors[id(view)] = parameter
+        return own_tensors
 
     def tensors(self) -> Iterator[Owned]:
         """Flat parameters, which the module may hide, the tensors in their fields, and the views of
@@ -132,12 +129,14 @@ class FSDP1(Framework):
                 ("_saved_grad_shard", True),
                 ("_cpu_grad", True),
             ):
-                if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
+                tensor = getattr(flat, field, None)
+                if isinstance(tensor, torch.Tensor):
                     yield Owned(f"{path}_flat_param.{field}", tensor, transient)
             for index, parameter in enumerate(flat._params or ()):
                 # Under no_sync() FSDP1 sets the `.data` of a view of the last gradient to another
                 # one; the view still keeps its base alive.
-                if parameter.grad is not None and (base := parameter.grad._base) is not None:
+                base = None if parameter.grad is None else parameter.grad._base
+                if base is not None:
                     yield Owned(f"{path}_flat_param._params.{index}.grad._base", base, True)
             for index, view in enumerate(getattr(flat, "_tensors", None) or ()):
                 # `.data`, because autograd refuses any use of such views after a step has written
@@ -147,80 +146,86 @@ class FSDP1(Framework):
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         """The weight for each original parameter; None for names that show a flat parameter."""
-        found: dict[int, dict[str, Weight | None]] = {}
+        weights: defaultdict[int, dict[str, Weight | None]] = defaultdict(dict)
         for _, handle in self._handles():
             flat = handle.flat_param
             for part in handle._fully_sharded_module.modules():
-                for name, shown in part._parameters.items():
-                    if shown is flat:
-                        found.setdefault(id(part), {})[name] = None
+                for name, parameter in part._parameters.items():
+                    if parameter is flat:
+                        weights[id(part)][name] = None
             spans = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
             starts = [start for (start, _), is_padding in spans if not is_padding]
             for index, info in enumerate(flat._param_infos):
-                found.setdefault(id(info.module), {})[info.param_name] = FlatWeight(
-                    handle, index, starts[index]
-                )
+                weight = FlatWeight(handle, index, starts[index])
+                weights[id(info.module)][info.param_name] = weight
             for shared in flat._shared_param_infos:
-                found.setdefault(id(shared.module), {})[shared.param_name] = found[
-                    id(shared.prim_module)
-                ][shared.prim_param_name]
-        return found
+                primary = weights[id(shared.prim_module)][shared.prim_param_name]
+                weights[id(shared.module)][shared.param_name] = primary
+        return dict(weights)
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without
         synchronisation (`no_sync()`)."""
         for _, handle in self._handles():
-            if isinstance(
-                saved := getattr(handle.flat_param, "_saved_grad_shard", None), torch.Tensor
-            ):
+            saved = getattr(handle.flat_param, "_saved_grad_shard", None)
+            if isinstance(saved, torch.Tensor):
                 yield saved
 
     def drop_unreduced(self) -> None:
         for _, handle in self._handles():
             vars(handle.flat_param).pop("_saved_grad_shard", None)
 
+    def _living_units(self) -> Iterator[tuple[str, Any]]:
+        for path, alive in self._units:
+            unit = alive()
+            if unit is not None:
+                yield path, unit
+
     def _handles(self) -> Iterator[tuple[str, Any]]:
         """Path prefix and FSDP1 handle of every unit."""
-        for path, alive in self._units:
-            part = alive()
-            if part is not None and part._handle is not None:
-                yield path, part._handle
+        for path, unit in self._living_units():
+            if unit._handle is not None:
+                yield path, unit._handle
 
     def _summoned(self) -> str:
-        return ", ".join(
-            path.rstrip(".") or "the root"
-            for path, handle in self._handles()
-            if handle._training_state.name == "SUMMON_FULL_PARAMS"
-        )
+        """The paths of the units whose full parameters are summoned."""
+        paths = []
+        for path, handle in self._handles():
+            if handle._training_state.name == "SUMMON_FULL_PARAMS":
+                paths.append(path.rstrip(".") or "the root")
+        return ", ".join(paths)
 
 
 def _end_iteration(handle: Any) -> None:
     """End a forward or backward pass that an exception interrupted: else torch would compute with
     memory that is no longer gathered. Gradients that were not reduced yet are dropped: they are
     incomplete, and `zero_grad()` does not reach them."""
-    flat, states = handle.flat_param, type(handle._training_state)
-    if (
-        handle.uses_sharded_strategy
-        and flat.grad is not None
-        and flat.grad.size() != flat._local_shard.size()
-    ):
-        flat.grad = None
+    flat = handle.flat_param
+    if handle.uses_sharded_strategy and flat.grad is not None:
+        is_whole = flat.grad.size() != flat._local_shard.size()
+        if is_whole:
+            flat.grad = None
     saved = flat.__dict__.pop("_saved_grad_shard", None)
     hooked = flat.__dict__.pop("_post_backward_hook_state", None)
     if hooked is not None:
         hooked[-1].remove()
-    handle._training_state = states.IDLE
-    handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = (
-        flat._post_backward_called
-    ) = False
+    handle._training_state = type(handle._training_state).IDLE
+    handle._ran_pre_backward_hook = False
+    handle._needs_pre_backward_unshard = False
+    handle._prefetched = False
+    flat._post_backward_called = False
     handle._post_forward_index = None
     if _is_gathered(handle):
-        handle.reshard(handle.uses_sharded_strategy)
-        handle.post_reshard()
+        _reshard(handle)
     if saved is not None:
         flat.grad = saved
     if handle._use_orig_params:
         handle._use_sharded_grad_views()
+
+
+def _reshard(handle: Any) -> None:
+    handle.reshard(handle.uses_sharded_strategy)
+    handle.post_reshard()
 
 
 def _is_gathered(handle: Any) -> bool:
@@ -238,7 +243,8 @@ def _is_gathered(handle: Any) -> bool:
 
 def _gathered(flat: Any) -> Iterator[torch.UntypedStorage]:
     for field in _GATHERED:
-        if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
+        tensor = getattr(flat, field, None)
+        if isinstance(tensor, torch.Tensor):
             yield tensor.untyped_storage()
 
 
@@ -247,7 +253,8 @@ class FlatWeight(Weight):
 
     def __init__(self, handle: Any, index: int, start: int) -> None:
         flat = handle.flat_param
-        self.shape, self.dtype = flat._shapes[index], flat.dtype
+        self.shape = flat._shapes[index]
+        self.dtype = flat.dtype
         self._handle = handle
         self._start = start
         self._stride = None if flat._contiguities[index] else flat._strides[index]
@@ -259,55 +266,53 @@ class FlatWeight(Weight):
 
     @property
     def problem(self) -> str | None:
+        if not self._is_extended:
+            return None
         return (
-            (
-                "is a DTensor inside an FSDP1 flat parameter; use fully_shard (FSDP2) with tensor "
-                "parallelism"
-            )
-            if self._is_extended
-            else None
+            "is a DTensor inside an FSDP1 flat parameter; use fully_shard (FSDP2) with tensor "
+            "parallelism"
         )
 
+    def _shard(self) -> torch.Tensor:
+        """This rank's shard of the flat parameter. Before the first forward pass, which creates
+        `_local_shard`, the parameter itself is the shard."""
+        flat = self._handle.flat_param
+        shard: torch.Tensor = getattr(flat, "_local_shard", flat).detach()
+        return shard
+
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        flat, handle = self._handle.flat_param, self._handle
-        # `_local_shard` is created by the first forward pass. Before that, the parameter itself is
-        # the shard.
-        shard = getattr(flat, "_local_shard", flat).detach()
+        handle = self._handle
+        shard = self._shard()
         full = torch.empty(self.shape.numel(), dtype=dtype, device=reader.device)
+        ranks = range(handle.world_size) if self.is_collective else (handle.rank,)
         under_way = []
-        for rank in range(handle.world_size) if self.is_collective else (handle.rank,):
+        for rank in ranks:
             begin, first, last = self._span(rank, shard)
             if first >= last:
                 continue
             piece = full[first - self._start : last - self._start]
             if rank == handle.rank:
                 reader.fill(piece, shard[first - begin : last - begin])
-            if self.is_collective:  # as bytes, because a backend may not support the dtype
-                under_way.append(
-                    dist.broadcast(
-                        piece.view(torch.uint8),
-                        group=handle.process_group,
-                        group_src=rank,
-                        async_op=True,
-                    )
+            if self.is_collective:
+                work = dist.broadcast(
+                    piece.view(torch.uint8),  # because a backend may not support the dtype
+                    group=handle.process_group,
+                    group_src=rank,
+                    async_op=True,
                 )
+                under_way.append(work)
         for work in under_way:
             work.wait()
-        return (
-            full.view(self.shape)
-            if self._stride is None
-            else full.as_strided(self.shape, self._stride)
-        )
+        if self._stride is None:
+            return full.view(self.shape)
+        return full.as_strided(self.shape, self._stride)
 
     def _span(self, rank: int, shard: torch.Tensor) -> tuple[int, int, int]:
         """In elements of the flat parameter: where a rank's shard begins, and the span of this
         weight that it has."""
         begin = rank * shard.numel() if self._handle.uses_sharded_strategy else 0
-        return (
-            begin,
-            max(self._start, begin),
-            min(self._start + self.shape.numel(), begin + shard.numel()),
-        )
+        end = self._start + self.shape.numel()
+        return begin, max(self._start, begin), min(end, begin + shard.numel())
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if self.problem is not None:
@@ -315,14 +320,13 @@ class FlatWeight(Weight):
         return functools.partial(self._write, value)
 
     def _write(self, value: torch.Tensor) -> None:
-        handle, flat = self._handle, self._handle.flat_param
-        shard = getattr(flat, "_local_shard", flat).detach()
-        begin, first, last = self._span(handle.rank, shard)
-        if first < last:
-            laid_out = value.reshape(-1)
-            if self._stride is not None:  # the elements in the order in which they are in memory
-                laid_out = torch.empty_like(laid_out)
-                laid_out.as_strided(value.shape, self._stride).copy_(value)
-            shard[first - begin : last - begin].copy_(
-                laid_out[first - self._start : last - self._start]
-            )
+        shard = self._shard()
+        begin, first, last = self._span(self._handle.rank, shard)
+        if first >= last:
+            return
+        flat_value = value.reshape(-1)
+        if self._stride is not None:  # the elements in the order in which they are in memory
+            flat_value = torch.empty_like(flat_value)
+            flat_value.as_strided(value.shape, self._stride).copy_(value)
+        own_value = flat_value[first - self._start : last - self._start]
+        shard[first - begin : last - begin].copy_(own_value)

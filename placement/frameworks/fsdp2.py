@@ -35,35 +35,32 @@ class FSDP2(Framework):
     def places_state_of(
         cls, parameters: Sequence[torch.Tensor], compute_device: torch.device
     ) -> str | None:
-        local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
-        if (
-            compute_device.type != "cpu"
-            and local
-            and all(part is not None and part.device.type == "cpu" for part in local)
-        ):
-            return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
-        return None
+        if compute_device.type == "cpu" or not parameters:
+            return None
+        for parameter in parameters:
+            local = getattr(parameter, "_local_tensor", None)
+            if local is None or local.device.type != "cpu":
+                return None
+        return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
 
     def refusal(self, compute_device: torch.device) -> str | None:
         offloaded = [path for path, group in self._groups() if _is_on_cpu(group)]
-        others = [path for path, group in self._groups() if not _is_on_cpu(group)]
-        if not offloaded or not others:
+        resident = [path for path, group in self._groups() if not _is_on_cpu(group)]
+        if not offloaded or not resident:
             return None
-        first, other = offloaded[0] or "the root", others[0] or "the root"
         return (
-            f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {first}) and others "
-            f"not ({other}), so neither FSDP2 nor placement moves all of it. What to do: "
-            "fully_shard every part with the same offload_policy"
+            "FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at "
+            f"{offloaded[0] or 'the root'}) and others not ({resident[0] or 'the root'}), so "
+            "neither FSDP2 nor placement moves all of it. What to do: fully_shard every part with "
+            "the same offload_policy"
         )
 
     @property
     def external(self) -> str | None:
-        policies = [_is_on_cpu(group) for _, group in self._groups()]
-        return (
-            ("FSDP2's CPUOffloadPolicy keeps its parameters on the CPU")
-            if policies and all(policies)
-            else None
-        )
+        are_on_cpu = [_is_on_cpu(group) for _, group in self._groups()]
+        if are_on_cpu and all(are_on_cpu):
+            return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
+        return None
 
     def ready(self) -> None:
         states = [state for _, state in self._sharded()]
@@ -75,35 +72,34 @@ class FSDP2(Framework):
             _end_iteration(state)
             for group in _groups_of(state):
                 _give_up(group)
-                for each in group.fsdp_params:
-                    if _is_replaced(each):
+                for record in group.fsdp_params:
+                    if _is_replaced(record):
                         with torch.no_grad():
-                            each.reset_sharded_param()
+                            record.reset_sharded_param()
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
-        params = [each for _, group in self._groups() for each in group.fsdp_params]
-        names = ("_unsharded_param", "_sharded_post_forward_param")
-        return {
-            id(shown): each.sharded_param
-            for each in params
-            for name in names
-            if (shown := getattr(each, name, None)) is not None
-        }
+        own_tensors = {}
+        for _, group in self._groups():
+            for record in group.fsdp_params:
+                for gathered in _gathered(record):
+                    own_tensors[id(gathered)] = record.sharded_param
+        return own_tensors
 
     def tensors(self) -> Iterator[Owned]:
         """The padded storages, and gradients that are not reduced yet: backward passes accumulate
         them while communication is off."""
-        for label, each in self._parameters():
-            yield Owned(f"{label}.padded", each._sharded_param_data)
-            unsharded = getattr(each, "_unsharded_param", None)
+        for name, record in self._parameters():
+            yield Owned(f"{name}.padded", record._sharded_param_data)
+            unsharded = getattr(record, "_unsharded_param", None)
             for gradient in (
-                each.unsharded_accumulated_grad,
+                record.unsharded_accumulated_grad,
                 None if unsharded is None else unsharded.grad,
             ):
                 if gradient is not None:
-                    yield Owned(f"{label}.unsharded.grad", gradient, transient=True)
+                    yield Owned(f"{name}.unsharded.grad", gradient, transient=True)
         for path, group in self._groups():
-            if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
+            partial = getattr(group, "_partial_reduce_output", None)
+            if partial is not None:
                 yield Owned(f"{path}.partly_reduced.grad".lstrip("."), partial, transient=True)
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
@@ -112,39 +108,44 @@ class FSDP2(Framework):
     def drop_unreduced(self) -> None:
         for _, group in self._groups():
             group._partial_reduce_output = None
-            for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
-                if (unsharded := getattr(each, "_unsharded_param", None)) is not None:
+            for record in group.fsdp_params:
+                record.unsharded_accumulated_grad = None
+                unsharded = getattr(record, "_unsharded_param", None)
+                if unsharded is not None:
                     unsharded.grad = None
 
     def replaced(self) -> Iterator[tuple[str, int]]:
-        return (
-            (label, each._sharded_param_data.nbytes)
-            for label, each in self._parameters()
-            if _is_replaced(each)
-        )
+        for name, record in self._parameters():
+            if _is_replaced(record):
+                yield name, record._sharded_param_data.nbytes
 
     # --- torch's own records
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         """Name and `FSDPParam` (torch's record) of every sharded parameter."""
         root = self.root()
-        paths = {} if root is None else {id(part): path for path, part in root.named_modules()}
+        if root is None:
+            return
+        paths = {id(part): path for path, part in root.named_modules()}
         for path, group in self._groups():
-            for each in group.fsdp_params:
-                owner = paths.get(id(each._module_info.module), path)
-                yield f"{owner}.{each._module_info.param_name}".lstrip("."), each
+            for record in group.fsdp_params:
+                info = record._module_info
+                owner = paths.get(id(info.module), path)
+                yield f"{owner}.{info.param_name}".lstrip("."), record
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
         seen: set[int] = set()
         for path, part in self.parts(_SHARDED):
-            if id(state := part._get_fsdp_state()) not in seen:
+            state = part._get_fsdp_state()
+            if id(state) not in seen:
                 seen.add(id(state))
                 yield path.rstrip("."), state
 
     def _groups(self) -> Iterator[tuple[str, Any]]:
-        return ((path, group) for path, state in self._sharded() for group in _groups_of(state))
+        for path, state in self._sharded():
+            for group in _groups_of(state):
+                yield path, group
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -160,20 +161,28 @@ def _is_on_cpu(group: Any) -> bool:
     return is_a(group.offload_policy, "torch.distributed.fsdp", "CPUOffloadPolicy")
 
 
-def _is_replaced(parameter: Any) -> bool:
+def _gathered(record: Any) -> Iterator[torch.Tensor]:
+    """The parameters that a module shows in place of a sharded one while it is gathered."""
+    for name in ("_unsharded_param", "_sharded_post_forward_param"):
+        tensor = getattr(record, name, None)
+        if tensor is not None:
+            yield tensor
+
+
+def _is_replaced(record: Any) -> bool:
     """Whether the module's parameter has other memory than that from which the group gathers."""
-    shown = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
-    if shown is getattr(parameter, "_unsharded_param", None) or shown is getattr(
-        parameter, "_sharded_post_forward_param", None
-    ):
-        shown = parameter.sharded_param
-    if not is_a(shown, "torch.distributed.tensor", "DTensor"):
+    info = record._module_info
+    parameter = info.module._parameters.get(info.param_name)
+    if parameter is None or any(parameter is gathered for gathered in _gathered(record)):
+        parameter = record.sharded_param
+    if not is_a(parameter, "torch.distributed.tensor", "DTensor"):
         return False
-    mine, theirs = list(parts_of(shown, "")), list(parts_of(parameter._sharded_param_data, ""))
-    return any(
-        part.numel() and part.untyped_storage()._cdata != other.untyped_storage()._cdata
-        for (_, part), (_, other) in zip(mine, theirs, strict=False)
-    )
+    of_module = parts_of(parameter, "")
+    of_group = parts_of(record._sharded_param_data, "")
+    for (_, part), (_, other) in zip(of_module, of_group, strict=False):
+        if part.numel() and part.untyped_storage()._cdata != other.untyped_storage()._cdata:
+            return True
+    return False
 
 
 def _end_iteration(state: Any) -> None:
@@ -183,20 +192,21 @@ def _end_iteration(state: Any) -> None:
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-    if (waiting := getattr(state, "_modules_to_run_forward", None)) is not None:
+    waiting = getattr(state, "_modules_to_run_forward", None)
+    if waiting is not None:
         waiting.clear()
-    context, stream = state._comm_ctx, state._device_handle.current_stream()
+    context = state._comm_ctx
+    stream = state._device_handle.current_stream()
     if not hasattr(context, "all_gather_state"):
         return  # nothing has run yet
     # Torch holds memory until other streams have finished with it: for one reduction in earlier
     # versions, for several in later ones.
     reductions = getattr(context, "reduce_scatter_states", None)
-    for each in (
-        context.all_gather_state,
-        *([context.reduce_scatter_state] if reductions is None else reductions),
-    ):
-        if each is not None and each.event is not None:
-            stream.wait_event(each.event)
+    pending = [context.all_gather_state]
+    pending += [context.reduce_scatter_state] if reductions is None else reductions
+    for communication in pending:
+        if communication is not None and communication.event is not None:
+            stream.wait_event(communication.event)
     context.all_gather_state = None
     if reductions is None:
         context.reduce_scatter_state = None
@@ -205,23 +215,26 @@ def _end_iteration(state: Any) -> None:
 
 
 def _give_up(group: Any) -> None:
-    """Free what a group has gathered, after waiting for its communication. The next forward pass
-    gathers again."""
+    """Free the tensors that a group has gathered, after waiting for its communication. The next
+    forward pass gathers again."""
     stream = group.device_handle.current_stream()
-    if (pending := group._all_gather_result) is not None:  # prefetched and not used
-        if pending.all_gather_event is not None:
-            stream.wait_event(pending.all_gather_event)
-        if hasattr(pending.all_gather_work, "wait"):
-            pending.all_gather_work.wait()
+    prefetched = group._all_gather_result
+    if prefetched is not None:  # and not used
+        if prefetched.all_gather_event is not None:
+            stream.wait_event(prefetched.all_gather_event)
+        if hasattr(prefetched.all_gather_work, "wait"):
+            prefetched.all_gather_work.wait()
         group._all_gather_result = None
-    if (reduced := group._all_reduce_state) is not None and reduced.event is not None:
+    reduced = group._all_reduce_state
+    if reduced is not None and reduced.event is not None:
         stream.wait_event(reduced.event)
     group._all_reduce_state = None
     group._training_state = type(group._training_state).IDLE
     group.reshard()
     # from a reshard to a smaller mesh, which torch keeps until the next reshard
-    for each in group.fsdp_params:
-        each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+    for record in group.fsdp_params:
+        record._sharded_post_forward_param = None
+        record._sharded_post_forward_param_data = None
 
 
 # --- VeOmni's expert parallelism
@@ -239,7 +252,8 @@ class ExpertWeight(Weight):
     def __init__(self, part: Weight, mesh: Any, placement: Any) -> None:
         shape = list(part.shape)
         shape[placement.dim] *= mesh.size()
-        self.shape, self.dtype = torch.Size(shape), part.dtype
+        self.shape = torch.Size(shape)
+        self.dtype = part.dtype
         self._part = part
         self._mesh = mesh
         self._placement = placement
@@ -274,28 +288,29 @@ class VeOmni(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> VeOmni | None:
-        return (
-            cls(root)
-            if _NOTES in sys.modules and any(_notes(part) for part in root.modules())
-            else None
-        )
+        if _NOTES not in sys.modules:
+            return None
+        return cls(root) if any(_notes(part) for part in root.modules()) else None
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         root = self.root()
-        found: dict[int, dict[str, Weight | None]] = {}
-        sharded = FSDP2.find(root) if root is not None else None
-        instead = {} if sharded is None else sharded.own_tensors()
-        for model in () if root is None else root.modules():
-            for name, note in _notes(model).items():
-                path, _, own = name.rpartition(".")
-                part = model.get_submodule(path)
-                shown = part._parameters.get(own)
-                if shown is not None and note.para_mesh is not None and note.placement.is_shard():
-                    weight = weight_of(instead.get(id(shown), shown))
-                    found.setdefault(id(part), {})[own] = ExpertWeight(
-                        weight, note.para_mesh, note.placement
-                    )
-        return found
+        if root is None:
+            return {}
+        weights: dict[int, dict[str, Weight | None]] = {}
+        fsdp2 = FSDP2.find(root)
+        own_tensors = {} if fsdp2 is None else fsdp2.own_tensors()
+        for model in root.modules():
+            for path, note in _notes(model).items():
+                if note.para_mesh is None or not note.placement.is_shard():
+                    continue
+                module_path, _, name = path.rpartition(".")
+                module = model.get_submodule(module_path)
+                parameter = module._parameters.get(name)
+                if parameter is not None:
+                    part = weight_of(own_tensors.get(id(parameter), parameter))
+                    weight = ExpertWeight(part, note.para_mesh, note.placement)
+                    weights.setdefault(id(module), {})[name] = weight
+        return weights
 
 
 def _notes(model: torch.nn.Module) -> dict[str, Any]:

@@ -34,26 +34,25 @@ class Bitsandbytes(Framework):
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
         if not _OPTIMIZER.is_of(optimizer) or not getattr(optimizer, "is_paged", False):
             return None
-        found = (
+        problem = (
             " with is_paged, whose state lies in managed memory that the driver pages between host "
             "and device,"
         )
-        return found, "use the variant that is not paged: placement offloads it"
+        return problem, "use the variant that is not paged: placement offloads it"
 
     @classmethod
     def optimizer_tables(cls, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The quantisation tables that an 8-bit optimizer shares among its parameters' state. A
         loaded state has tables of its own."""
         if _OPTIMIZER.is_of(optimizer):
-            yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
+            for name, table in optimizer.name2qmap.items():
+                yield f"name2qmap.{name}", table
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        return (
-            cls(root)
-            if _WEIGHTS in sys.modules and next(_weights(root), None) is not None
-            else None
-        )
+        if _WEIGHTS not in sys.modules or next(_weights(root), None) is None:
+            return None
+        return cls(root)
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, weight in _weights(self.root()):
@@ -73,27 +72,27 @@ class Bitsandbytes(Framework):
 
     def tensors(self) -> Iterator[Owned]:
         for path, weight in _weights(self.root()):
-            if (state := getattr(weight, "quant_state", None)) is not None:
-                beside = {"absmax": state.absmax, "quant_map": state.code}
-                if (nested := _nested(state)) is not None:
-                    beside["nested_absmax"] = nested.absmax
+            state = getattr(weight, "quant_state", None)
+            if state is not None:
+                statistics = {"absmax": state.absmax, "quant_map": state.code}
+                nested = _nested(state)
+                if nested is not None:
+                    statistics["nested_absmax"] = nested.absmax
             else:
-                beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
-            yield from _present(path, beside)
+                statistics = {name: getattr(weight, name, None) for name in ("CB", "SCB")}
+            yield from _with_bytes(path, statistics)
         for path, module in self.parts(_MODULE):
             # The first forward pass of an 8-bit layer moves the statistics from the weight into
             # this object.
-            if is_a(
-                state := vars(module).get("state"),
-                "bitsandbytes.autograd._functions",
-                "MatmulLtState",
-            ):
-                yield from _present(f"{path}state", vars(state))
+            state = vars(module).get("state")
+            if is_a(state, "bitsandbytes.autograd._functions", "MatmulLtState"):
+                yield from _with_bytes(f"{path}state", vars(state))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         counted: set[int] = set()
         for path, weight in _weights(self.root()):
-            if (state := getattr(weight, "quant_state", None)) is None:
+            state = getattr(weight, "quant_state", None)
+            if state is None:
                 continue
             for name, tensor in (
                 ("nested_offset", state.offset),
@@ -105,7 +104,9 @@ class Bitsandbytes(Framework):
 
 
 def _weights(root: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
-    for path, parameter in () if root is None else root.named_parameters():
+    if root is None:
+        return
+    for path, parameter in root.named_parameters():
         if is_a(parameter, _WEIGHTS, "Params4bit") or is_a(parameter, _WEIGHTS, "Int8Params"):
             yield path, parameter
 
@@ -122,8 +123,9 @@ def _is_quantized(weight: Any) -> bool:
     return bool(weight.has_fp16_weights) or weight.dtype is torch.int8
 
 
-def _present(path: str, beside: dict[str, Any]) -> Iterator[Owned]:
-    for name, value in beside.items():
+def _with_bytes(path: str, fields: dict[str, Any]) -> Iterator[Owned]:
+    """The tensors among the values of an object's fields."""
+    for name, value in fields.items():
         if isinstance(value, torch.Tensor) and has_bytes(value):
             yield Owned(f"{path}.{name}", value)
 
@@ -141,12 +143,12 @@ class TorchAO(Framework):
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        models: dict[int, torch.Tensor] = {}
         optimizer: Any
-        for optimizer in objects:
-            if _OFFLOADED.is_of(optimizer):
-                found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
-        return found
+        for optimizer in filter(_OFFLOADED.is_of, objects):
+            for model, copy in optimizer.param_d2h_map.items():
+                models[id(copy)] = model
+        return models
 
 
 _TE = Named("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
@@ -161,14 +163,15 @@ class TransformerEngine(Framework):
 
     def caches(self) -> Iterator[torch.Tensor]:
         for _, module in self.parts(_TE):
-            yield from (
-                tensor for _, tensor in nested_tensors(module.__dict__.get("_fp8_workspaces"), "")
-            )
+            workspaces = module.__dict__.get("_fp8_workspaces")
+            yield from (tensor for _, tensor in nested_tensors(workspaces, ""))
 
     def drop_caches(self) -> None:
         for _, module in self.parts(_TE):
-            if isinstance(workspaces := module.__dict__.get("_fp8_workspaces"), dict):
+            workspaces = module.__dict__.get("_fp8_workspaces")
+            if isinstance(workspaces, dict):
                 workspaces.clear()
         for name in (_TE.module, "transformer_engine.pytorch.module._common"):
-            if isinstance(gradients := getattr(sys.modules.get(name), "_dummy_wgrads", None), dict):
+            gradients = getattr(sys.modules.get(name), "_dummy_wgrads", None)
+            if isinstance(gradients, dict):
                 gradients.clear()

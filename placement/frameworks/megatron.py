@@ -55,11 +55,16 @@ _FSDP = tuple(
 )
 
 
-def _nccl_ub(what: str) -> str:
+def _refused_for_nccl_ub(subject: str) -> str:
     return (
-        f"{what} in memory that NCCL allocated and registered by its address (nccl_ub), which must "
-        "not move; build it with nccl_ub=False, or register it with external=True"
+        f"{subject} in memory that NCCL allocated and registered by its address (nccl_ub), which "
+        "must not move; build it with nccl_ub=False, or register it with external=True"
     )
+
+
+def _has_nccl_ub(owner: Any) -> bool:
+    config = getattr(owner, "ddp_config", None)
+    return bool(getattr(config, "nccl_ub", False))
 
 
 _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsdp_grad_comm_alloc")
@@ -93,21 +98,17 @@ class Megatron(Framework):
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        models: dict[int, torch.Tensor] = {}
         for obj in filter(_OPTIMIZER.is_of, objects):
-            for stepped, models in _STEPPED:
-                for ours, theirs in zip(
-                    getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False
-                ):
-                    # `own` is None if the inner optimizer itself keeps the main parameter.
-                    found.update(
-                        {
-                            id(own): model
-                            for own, model in zip(ours, theirs, strict=False)
-                            if own is not None
-                        }
-                    )
-        return found
+            for stepped_field, model_field in _STEPPED:
+                stepped_groups = getattr(obj, stepped_field, ())
+                model_groups = getattr(obj, model_field, ())
+                for stepped_group, model_group in zip(stepped_groups, model_groups, strict=False):
+                    for stepped, model in zip(stepped_group, model_group, strict=False):
+                        # None if the inner optimizer itself keeps the main parameter
+                        if stepped is not None:
+                            models[id(stepped)] = model
+        return models
 
     @classmethod
     def further_parameters(cls, objects: Sequence[object]) -> Iterator[torch.Tensor]:
@@ -133,17 +134,15 @@ class Megatron(Framework):
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        has_gradients = any(
-            isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters()
-        )
-        return cls(root) if has_gradients else super().find(root)
+        for parameter in root.parameters():
+            if isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
+                return cls(root)
+        return super().find(root)
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, buffer in self._buffers():
-            if getattr(buffer, "nccl_ub", False) or getattr(
-                getattr(buffer, "ddp_config", None), "nccl_ub", False
-            ):
-                return _nccl_ub(f"{path} is")
+            if getattr(buffer, "nccl_ub", False) or _has_nccl_ub(buffer):
+                return _refused_for_nccl_ub(f"{path} is")
         return None
 
     def ready(self) -> None:
@@ -166,37 +165,32 @@ class Megatron(Framework):
         for path, buffer in self._buffers():
             # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the
             # parameters, so it is not transient.
-            is_loose = getattr(buffer, "shared_buffer", None) is None
-            for place, each in (
-                (path, buffer),
-                *(
-                    (f"{path}.buckets.{index}", bucket)
-                    for index, bucket in enumerate(buffer.buckets)
-                ),
-            ):
-                yield from _fields(
-                    each, place, param_data=False, shared_buffer=False, grad_data=is_loose
-                )
+            is_apart = getattr(buffer, "shared_buffer", None) is None
+            transient = {"param_data": False, "shared_buffer": False, "grad_data": is_apart}
+            yield from _fields(buffer, path, **transient)
+            for index, bucket in enumerate(buffer.buckets):
+                yield from _fields(bucket, f"{path}.buckets.{index}", **transient)
         for name, parameter in root.named_parameters():
             yield from _fields(parameter, name, main_grad=True)
         for index, group in enumerate(self._bucket_groups()):
-            for field, transient in (
+            for field, is_transient in (
                 ("cached_param_buffer_shard_list", False),
                 ("cached_grad_buffer_shard_list", True),
             ):
                 for shards in getattr(group, field, ()):
-                    yield from (
-                        Owned(f"bucket_groups.{index}.{field}", shard, transient)
-                        for shard in shards or ()
-                    )
+                    for shard in shards or ():
+                        yield Owned(f"bucket_groups.{index}.{field}", shard, is_transient)
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for _, buffer in self._buffers():
             if buffer.grad_data is not None and getattr(buffer, "shared_buffer", None) is None:
                 yield buffer.grad_data
         root = self.root()
-        for parameter in () if root is None or any(self.parts(_DDP)) else root.parameters():
-            if isinstance(gradient := getattr(parameter, "main_grad", None), torch.Tensor):
+        if root is None or any(self.parts(_DDP)):
+            return
+        for parameter in root.parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if isinstance(gradient, torch.Tensor):
                 yield gradient
 
     def drop_caches(self) -> None:
@@ -216,10 +210,12 @@ class Megatron(Framework):
 
 
 def _fields(obj: Any, path: str, **transient: bool) -> Iterator[Owned]:
-    """The tensors in attributes of an object, which say whether they are transient."""
-    for name, comes_and_goes in transient.items():
-        if isinstance(tensor := getattr(obj, name, None), torch.Tensor):
-            yield Owned(f"{path}.{name}", tensor, comes_and_goes)
+    """The tensors in these attributes of an object; each keyword says whether they are
+    transient."""
+    for name, is_transient in transient.items():
+        tensor = getattr(obj, name, None)
+        if isinstance(tensor, torch.Tensor):
+            yield Owned(f"{path}.{name}", tensor, is_transient)
 
 
 def drop_global_buffer() -> None:
@@ -229,8 +225,10 @@ def drop_global_buffer() -> None:
         ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord", "cudagraph_created"),
         ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper", "cuda_graph"),
     ):
-        found = getattr(loaded_class(module, name), field, None)
-        if any(found.values()) if isinstance(found, dict) else found:
+        captured = getattr(loaded_class(module, name), field, None)
+        if isinstance(captured, dict):
+            captured = any(captured.values())
+        if captured:
             return
     state = sys.modules.get("megatron.core.parallel_state")
     buffer = getattr(getattr(state, "_GLOBAL_MEMORY_BUFFER", None), "buffer", None)
@@ -261,64 +259,58 @@ class HybridState(OwnState):
                 if copy is None or id(copy) in seen:
                     continue
                 seen.add(id(copy))
-                yield from (
-                    Owned(name, part) for name, part in plain_parts(copy, f"{path}{field}.{index}")
-                )
-                if (gradient := copy.grad) is not None:
-                    yield from (
-                        Owned(name, part, True)
-                        for name, part in plain_parts(gradient, f"{path}{field}.{index}.grad")
-                    )
+                copy_path = f"{path}{field}.{index}"
+                for name, part in plain_parts(copy, copy_path):
+                    yield Owned(name, part)
+                if copy.grad is not None:
+                    for name, part in plain_parts(copy.grad, f"{copy_path}.grad"):
+                        yield Owned(name, part, True)
 
     def exported(self) -> dict[torch.Tensor, dict[str, Any]]:
         """See `OwnState`. In the order of the groups; {} without state. Of a sharded parameter it
         is sharded, too. A `step` that is counted by group is added to each parameter's state."""
-        groups = [
-            group
-            for optimizer in self._hybrid.sub_optimizers
-            for group in optimizer.param_groups
-            if "step" in group
-        ]
-        counts = {id(inner): group["step"] for group in groups for inner in group["params"]}
-        found = {}
+        counts: dict[int, Any] = {}
+        for optimizer in self._hybrid.sub_optimizers:
+            for group in optimizer.param_groups:
+                if "step" in group:
+                    counts.update({id(inner): group["step"] for inner in group["params"]})
+        states = {}
         for parameter in self._parameters():
             entry = dict(self._hybrid.state.get(parameter) or {})
             inner = self._hybrid.param_to_inner_param[parameter]
             if entry and "step" not in entry and id(inner) in counts:
                 entry["step"] = counts[id(inner)]
-            found[parameter] = {key: _as_sharded(value, parameter) for key, value in entry.items()}
-        return found
+            states[parameter] = {key: _as_sharded(value, parameter) for key, value in entry.items()}
+        return states
 
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Without classes, which are of this run, and `step`, which is in the state."""
-        return {
-            key: value
-            for key, value in group.items()
-            if key not in ("params", "step") and not isinstance(value, type)
-        }
+        settings = {key: value for key, value in group.items() if not isinstance(value, type)}
+        settings.pop("params", None)
+        settings.pop("step", None)
+        return settings
 
     def problems(
-        self, given: Mapping[Any, Mapping[str, Any]]
+        self, states: Mapping[Any, Mapping[str, Any]]
     ) -> Iterator[tuple[torch.Tensor, str]]:
         for parameter in self._parameters():
             count = _local(parameter).numel()
-            for key, value in given.get(parameter, {}).items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.dim()
-                    and _local(value).numel() != count
-                ):
-                    yield (
-                        parameter,
-                        (
-                            f"{key!r} has {_local(value).numel()} elements, but the parameter has "
-                            f"{count} on this rank"
-                        ),
+            for key, value in states.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor) or not value.dim():
+                    continue
+                saved_count = _local(value).numel()
+                if saved_count != count:
+                    problem = (
+                        f"{key!r} has {saved_count} elements, but the parameter has {count} on "
+                        "this rank"
                     )
+                    yield parameter, problem
 
     @torch.no_grad()
     def restore(
-        self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+        self,
+        states: Mapping[Any, Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
         """See `OwnState`. The model's parameters must have been loaded before: a main parameter
         that was not saved gets their value."""
@@ -327,66 +319,73 @@ class HybridState(OwnState):
             group.pop("step", None)
             group.update(self.settings(saved))
         for optimizer in self._hybrid.sub_optimizers:
-            counts_by_state = getattr(type(optimizer).step, "__module__", "").startswith(
-                "torch.optim."
-            )
             for group in optimizer.param_groups:
                 for inner in group["params"]:
                     parameter = self._hybrid.inner_param_to_orig_param[inner]
-                    entry = dict(given.get(parameter, {}))
-                    master = entry.pop(MASTER, None)
-                    if master is not None or inner is not parameter:
-                        _local(inner).copy_(
-                            _local(parameter if master is None else master).view_as(_local(inner))
-                        )
-                    # drop the copy's old gradient: it would be stepped if the parameter itself has
-                    # none
-                    if inner is not parameter:
-                        inner.grad = None
-                        self._hybrid.cpu_copy_map_grad.pop(inner, None)
-                    step = entry.pop("step", None)
-                    if step is not None and counts_by_state:
-                        entry["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
-                    elif step is not None:
-                        group["step"] = int(step)
-                    _write(optimizer.state, inner, entry, group)
+                    entry = dict(states.get(parameter, {}))
+                    self._restore_main(inner, parameter, entry.pop(MASTER, None))
+                    _restore_entry(optimizer, group, inner, entry)
         self._hybrid._sync_sub_optimizers_state_to_hdo()
 
+    def _restore_main(
+        self, inner: torch.Tensor, parameter: torch.Tensor, master: torch.Tensor | None
+    ) -> None:
+        """Restore the stepped copy of a parameter, if it has one."""
+        if master is not None or inner is not parameter:
+            value = _local(parameter if master is None else master)
+            _local(inner).copy_(value.view_as(_local(inner)))
+        # drop the copy's old gradient: it would be stepped if the parameter itself has none
+        if inner is not parameter:
+            inner.grad = None
+            self._hybrid.cpu_copy_map_grad.pop(inner, None)
+
     def _parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for group in self._hybrid.param_groups for parameter in group["params"])
+        for group in self._hybrid.param_groups:
+            yield from group["params"]
 
 
-def _write(
-    state: dict[Any, dict[str, Any]],
+def _restore_entry(
+    optimizer: Any,
+    group: dict[str, Any],
     inner: torch.Tensor,
-    entry: Mapping[str, Any],
-    group: Mapping[str, Any],
+    entry: dict[str, Any],
 ) -> None:
+    """Load the state of one stepped parameter, its tensors in place where they fit."""
+    step = entry.pop("step", None)
+    if step is not None:
+        # torch's optimizers count in the state, others in the group
+        if getattr(type(optimizer).step, "__module__", "").startswith("torch.optim."):
+            entry["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+        else:
+            group["step"] = int(step)
     if not entry:
-        state.pop(inner, None)
+        optimizer.state.pop(inner, None)
         return
-    live, here = state.get(inner, {}), _local(inner)
-    placed: dict[str, Any] = {}
+    live = optimizer.state.get(inner, {})
+    restored: dict[str, Any] = {}
     for key, value in entry.items():
         present = live.get(key)
         if not isinstance(value, torch.Tensor):
-            placed[key] = value
-        elif (
-            isinstance(present, torch.Tensor)
-            and present.dtype == value.dtype
-            and _local(present).numel() == _local(value).numel()
-        ):
+            restored[key] = value
+        elif _fits(present, value):
             _local(present).copy_(_local(value).view_as(_local(present)))
-            placed[key] = present
+            restored[key] = present
         else:
-            counts = key == "step" and not (group.get("fused") or group.get("capturable"))
-            shape = () if value.dim() == 0 else here.shape
-            placed[key] = (
-                _local(value).detach().to("cpu" if counts else here.device, copy=True).view(shape)
-            )
+            is_counter = key == "step" and not (group.get("fused") or group.get("capturable"))
+            device = "cpu" if is_counter else _local(inner).device
+            shape = () if value.dim() == 0 else _local(inner).shape
+            copy = _local(value).detach().to(device, copy=True)
+            restored[key] = copy.view(shape)
     live.clear()
-    live.update(placed)
-    state[inner] = live
+    live.update(restored)
+    optimizer.state[inner] = live
+
+
+def _fits(present: Any, value: torch.Tensor) -> bool:
+    """Whether a value can be copied into the present tensor of a state."""
+    if not isinstance(present, torch.Tensor) or present.dtype != value.dtype:
+        return False
+    return _local(present).numel() == _local(value).numel()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -401,12 +400,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
     """Wrap state of a sharded parameter, which the optimizer keeps as a plain local tensor, in a
     wrapper like the parameter's."""
-    if (
-        not is_wrapper(parameter)
-        or not isinstance(value, torch.Tensor)
-        or is_wrapper(value)
-        or value.dim() == 0
-    ):
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if not is_wrapper(parameter) or is_wrapper(value):
         return value
     local = _local(parameter)
     if value.numel() != local.numel():
@@ -432,8 +428,8 @@ class MegatronFSDPShards(Framework):
 
     def refusal(self, compute_device: torch.device) -> str | None:
         for path, model in self.parts(*_FSDP):
-            if getattr(getattr(model, "ddp_config", None), "nccl_ub", False):
-                return _nccl_ub(f"the buffers of {path or 'the root'} are")
+            if _has_nccl_ub(model):
+                return _refused_for_nccl_ub(f"the buffers of {path or 'the root'} are")
         return None
 
     def ready(self) -> None:
@@ -447,30 +443,26 @@ class MegatronFSDPShards(Framework):
                 if buffer is None or not buffer.is_data_distributed:
                     continue  # it is not sharded, so nothing was gathered
                 for backward in (False, True):
-                    if (
-                        pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name
-                        != "EMPTY"
-                    ):
+                    key = pipeline.get_bucket_key(number, backward)
+                    if pipeline.bucket_status[key].name != "EMPTY":
                         pipeline.release_bucket(number, backward)
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        own_tensors: dict[int, torch.Tensor] = {}
         for _, model in self.parts(*_FSDP):
             sharded = dict(model.param_and_grad_buffer.optimizer_named_parameters)
-            found.update(
-                {id(raw): sharded[name] for name, raw in model.raw_param.items() if name in sharded}
-            )
-        return found
+            for name, raw in model.raw_param.items():
+                if name in sharded:
+                    own_tensors[id(raw)] = sharded[name]
+        return own_tensors
 
     def tensors(self) -> Iterator[Owned]:
         for path, model in self.parts(*_FSDP):
             for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
                 for name, buffer in _buffers(group):
-                    yield Owned(
-                        f"{path}parameter_groups.{number}.{name}.data",
-                        buffer.data,
-                        _is_of_gradients(group, buffer),
-                    )
+                    is_transient = _is_of_gradients(group, buffer)
+                    buffer_path = f"{path}parameter_groups.{number}.{name}.data"
+                    yield Owned(buffer_path, buffer.data, is_transient)
             for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters:
                 yield Owned(f"{path}{name}", parameter)
                 yield from _fields(parameter, f"{path}{name}", decoupled_grad=True)
@@ -487,22 +479,20 @@ class MegatronFSDPShards(Framework):
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for _, model in self.parts(*_FSDP):
             for group in model.param_and_grad_buffer.parameter_groups:
-                yield from (
-                    buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer)
-                )
+                for _, buffer in _buffers(group):
+                    if _is_of_gradients(group, buffer):
+                        yield buffer.data
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Buckets that the framework keeps between two uses (double buffers), in its own memory."""
         for path, model in self.parts(*_FSDP):
             for name in _ALLOCATORS:
-                buckets = (
-                    getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
-                )
-                nbytes = sum(
-                    bucket.data.untyped_storage().nbytes()
-                    for bucket in buckets.values()
-                    if isinstance(bucket.data, torch.Tensor)
-                )
+                allocator = getattr(model.param_and_grad_buffer, name, None)
+                buckets = getattr(allocator, "buckets", None) or {}
+                nbytes = 0
+                for bucket in buckets.values():
+                    if isinstance(bucket.data, torch.Tensor):
+                        nbytes += bucket.data.untyped_storage().nbytes()
                 if nbytes:
                     yield f"{path}{name}", nbytes
 
@@ -513,14 +503,11 @@ class MegatronFSDPShards(Framework):
 def _buffers(group: Any) -> Iterator[tuple[str, Any]]:
     """Name and buffer, for each buffer of the group that has data on this rank."""
     for name, value in vars(group).items():
-        if hasattr(value, "bucket_index") and isinstance(
-            getattr(value, "data", None), torch.Tensor
-        ):
+        has_data = isinstance(getattr(value, "data", None), torch.Tensor)
+        if has_data and hasattr(value, "bucket_index"):
             yield name, value
 
 
 def _is_of_gradients(group: Any, buffer: Any) -> bool:
-    return any(
-        buffer is getattr(group, name, None)
-        for name in ("main_grad_buffer", "hfsdp_helper_gbuf", "hsdp_gbuf")
-    )
+    names = ("main_grad_buffer", "hfsdp_helper_gbuf", "hsdp_gbuf")
+    return any(buffer is getattr(group, name, None) for name in names)

@@ -1,6 +1,6 @@
 """PEFT: adapters, which it changes together with numbers and lists that Python code keeps about
-them (scalings, what is merged). While the tensors are offloaded, such a change is refused as a
-whole: a write into poison would be undone later, and the numbers would not."""
+them (scalings, merged adapters). While the tensors are offloaded, such a change is refused as a
+whole: a write into poison would be lost, and the numbers would be changed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FUNCTIONS = (
     (Named("peft.tuners.lora.eva", "initialize_lora_eva_weights"), _COMPUTED),
     (Named("peft.tuners.lora.intruders", "reduce_intruder_dimension"), _COMPUTED),
     (Named("peft.tuners.lora.conversion", "convert_to_lora"), "converted to LoRA"),
-    *((Named(each.module, f"{each.name}.from_pretrained"), _WRITTEN) for each in _MODELS),
+    *((Named(model.module, f"{model.name}.from_pretrained"), _WRITTEN) for model in _MODELS),
     *((Named(_TUNER.module, f"{_TUNER.name}.{name}"), _MERGED) for name in _MERGING),
     (Named("peft.tuners.lora.model", "LoraModel.add_weighted_adapter"), _COMPUTED),
 )
 """Functions that change or convert adapters, and methods of tuners, which may be made after the
-model was registered. Each looks at all modules of the model before."""
+model was registered. Each reads all modules of the model before."""
 _INJECT = Named(_TUNER.module, f"{_TUNER.name}.inject_adapter")
 
 _COMPUTED_TYPES = frozenset(
@@ -63,8 +63,8 @@ class PEFT(Framework):
         if _TUNER.is_of(obj):
             return {
                 **dict.fromkeys(_MERGING, _MERGED),
-                "set_adapter": _what_unmerges,
-                "inject_adapter": _what_injects,
+                "set_adapter": _change_by_set_adapter,
+                "inject_adapter": _change_by_inject_adapter,
                 "add_weighted_adapter": _COMPUTED,
                 **dict.fromkeys(
                     ("update_and_allocate", "resize_modules_by_rank_pattern"), "pruned"
@@ -73,39 +73,40 @@ class PEFT(Framework):
         if any(named.is_of(obj) for named in _MODELS):
             return {
                 "load_adapter": _WRITTEN,
-                "save_pretrained": _what_saves,
+                "save_pretrained": _read_by_saving,
                 **dict.fromkeys(("get_prompt", "get_prompt_embedding_to_save"), _PROMPTED),
                 **cls.reading_methods_of_root(),
             }
-        return {"add_adapter": _what_adds} if _OF_TRANSFORMERS.is_of(obj) else {}
+        return {"add_adapter": _change_by_add_adapter} if _OF_TRANSFORMERS.is_of(obj) else {}
 
     @classmethod
     def reading_methods_of_root(cls) -> Mapping[str, Reading]:
-        return {"named_modules": _what_looks_at_all}
+        return {"named_modules": _change_under_way}
 
 
 def _code_of(function: Named) -> Any:
-    found: Any = sys.modules.get(function.module)
+    value: Any = sys.modules.get(function.module)
     for name in function.name.split("."):
-        found = getattr(found, name, None)
+        value = getattr(value, name, None)
     # not a decorator's code: all functions under torch.no_grad() share that
-    return None if found is None else inspect.unwrap(found).__code__
+    return None if value is None else inspect.unwrap(value).__code__
 
 
-def _what_looks_at_all(model: Any, *_: Any) -> str | None:
-    """The change that is under way where the modules are asked for, if one is."""
+def _change_under_way(model: Any, *_: Any) -> str | None:
+    """The change that PEFT is making where it asks for the modules, if it makes one."""
     running = {frame.f_code: frame for frame, _ in traceback.walk_stack(None)}
-    for named, what in _FUNCTIONS:
-        if _code_of(named) in running:
-            return what
-    if (injecting := running.get(_code_of(_INJECT))) is not None:
-        given = injecting.f_locals
-        return _what_is_computed(given["self"].peft_config[given["adapter_name"]])
-    saves = Named("peft.utils.save_and_load", "get_peft_model_state_dict")
-    return _what_saves(model) if _code_of(saves) in running else None
+    for function, change in _FUNCTIONS:
+        if _code_of(function) in running:
+            return change
+    injecting = running.get(_code_of(_INJECT))
+    if injecting is not None:
+        arguments = injecting.f_locals
+        return _change_by_config(arguments["self"].peft_config[arguments["adapter_name"]])
+    saving = Named("peft.utils.save_and_load", "get_peft_model_state_dict")
+    return _read_by_saving(model) if _code_of(saving) in running else None
 
 
-def _what_saves(model: Any, _: Any = (), kwargs: Any = None) -> str | None:
+def _read_by_saving(model: Any, _: Any = (), kwargs: Any = None) -> str | None:
     """Prompts' embeddings and SHiRA's indices are in no state dict. Where PEFT converts an adapter,
     it loads the initial one into the model."""
     if kwargs and kwargs.get("path_initial_model_for_weight_conversion") is not None:
@@ -115,22 +116,30 @@ def _what_saves(model: Any, _: Any = (), kwargs: Any = None) -> str | None:
     return _SAVED if reads_past else None
 
 
-def _what_unmerges(tuner: Any, *_: Any) -> str | None:
+def _change_by_set_adapter(tuner: Any, *_: Any) -> str | None:
     """Merged layers are unmerged before other adapters become active."""
     is_merged = any(part.merged for part in tuner.modules() if _LAYER.is_of(part))
     return _MERGED if is_merged else None
 
 
-def _what_injects(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _change_by_inject_adapter(
+    tuner: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
     name = kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]
-    return _what_is_computed(tuner.peft_config[name])
+    return _change_by_config(tuner.peft_config[name])
 
 
-def _what_adds(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    return _what_is_computed(kwargs["adapter_config"] if "adapter_config" in kwargs else args[0])
+def _change_by_add_adapter(
+    _: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
+    return _change_by_config(kwargs["adapter_config"] if "adapter_config" in kwargs else args[0])
 
 
-def _what_is_computed(config: Any) -> str | None:
+def _change_by_config(config: Any) -> str | None:
     """The change that an adapter of this configuration makes of weights; None if none."""
     if getattr(config, "modules_to_save", None):
         return "copied or pickled, as modules_to_save does"

@@ -33,30 +33,26 @@ class DDP(Framework):
         self._reducers = [_Reducer(path, part) for path, part in self.parts(_DDP)]
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        if any(
-            getattr(reducer.part(), "mixed_precision", None) is not None
-            for reducer in self._reducers
-        ):
-            return (
-                "DistributedDataParallel(mixed_precision=...) replaces its parameters by copies "
-                "between a forward pass and its backward pass; use torch.autocast, or FSDP2 with a "
-                "MixedPrecisionPolicy, or register it with external=True to have it tracked and "
-                "never moved"
-            )
+        for reducer in self._reducers:
+            if getattr(reducer.part(), "mixed_precision", None) is not None:
+                return (
+                    "DistributedDataParallel(mixed_precision=...) replaces its parameters by "
+                    "copies between a forward pass and its backward pass; use torch.autocast, or "
+                    "FSDP2 with a MixedPrecisionPolicy, or register it with external=True to have "
+                    "it tracked and never moved"
+                )
         return None
 
     def tensors(self) -> Iterator[Owned]:
         """The known buckets, and tensors that communication hooks keep from step to step
         (PowerSGD's errors are training state)."""
         for reducer in self._reducers:
-            yield from (
-                Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True)
-                for index, bucket in enumerate(reducer.buckets())
-            )
-            for index, (_, state) in enumerate(getattr(reducer.part(), "_comm_hooks", ())):
-                for name, tensor in nested_tensors(
-                    attributes_of(state), f"{reducer.path}comm_hook.{index}"
-                ):
+            for index, bucket in enumerate(reducer.buckets()):
+                yield Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True)
+            hooks = getattr(reducer.part(), "_comm_hooks", ())
+            for index, (_, state) in enumerate(hooks):
+                path = f"{reducer.path}comm_hook.{index}"
+                for name, tensor in nested_tensors(attributes_of(state), path):
                     yield Owned(name, tensor)
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
@@ -64,7 +60,8 @@ class DDP(Framework):
             yield from reducer.buckets()
 
     def before_step(self) -> None:
-        list(self.gradient_buffers())  # a look keeps them known
+        for reducer in self._reducers:
+            reducer.buckets()  # which keeps references to them
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         for reducer in self._reducers:
@@ -83,21 +80,17 @@ class _Reducer:
         replaces them after its first iteration."""
 
     def buckets(self) -> list[torch.Tensor]:
-        """The buckets that are known now: those that gradients are views of, and those found
-        earlier that still exist."""
+        """The buckets of which gradients are views now, and those found earlier that still
+        exist."""
         part = self.part()
         if part is None or not part.gradient_as_bucket_view:
             return []
-        shown = [
-            gradient._base
-            for parameter in part._module_parameters
-            if (gradient := parameter.grad) is not None and gradient._is_view()
-        ]
-        known = [
-            *(bucket for seen in self._seen if (bucket := seen()) is not None),
-            *(base for base in shown if base is not None),
-        ]
-        distinct = {id(bucket): bucket for bucket in known}
+        buckets = [alive() for alive in self._seen]
+        for parameter in part._module_parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient._is_view():
+                buckets.append(gradient._base)
+        distinct = {id(bucket): bucket for bucket in buckets if bucket is not None}
         self._seen = [weakref.ref(bucket) for bucket in distinct.values()]
         return list(distinct.values())
 
@@ -107,28 +100,22 @@ class _Reducer:
             return
         nbytes = self._nbytes - sum(bucket.nbytes for bucket in self.buckets())
         if nbytes > 0:
-            why = (
-                ("no gradient is a view of them yet")
-                if part.gradient_as_bucket_view
-                else "gradient_as_bucket_view=False"
-            )
-            yield f"{self.path}reducer's buckets ({why})", nbytes
+            reason = "gradient_as_bucket_view=False"
+            if part.gradient_as_bucket_view:
+                reason = "no gradient is a view of them yet"
+            yield f"{self.path}reducer's buckets ({reason})", nbytes
         used = part.reducer._get_local_used_map()
         if used is not None:
-            yield (
-                (f"{self.path}reducer's map of used parameters (find_unused_parameters=True)"),
-                used.nbytes,
-            )
+            name = "reducer's map of used parameters (find_unused_parameters=True)"
+            yield f"{self.path}{name}", used.nbytes
 
 
 def _has_seen_nothing(part: Any) -> bool:
     """Whether fake quantisation is by channel and has seen no data yet."""
-    seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
-    return (
-        bool(getattr(part, "is_per_channel", False))
-        and isinstance(seen, torch.Tensor)
-        and not seen.numel()
-    )
+    if not getattr(part, "is_per_channel", False):
+        return False
+    minimum = getattr(getattr(part, "activation_post_process", None), "min_val", None)
+    return isinstance(minimum, torch.Tensor) and not minimum.numel()
 
 
 class TorchWrappers(Framework):
@@ -170,11 +157,11 @@ class TorchWrappers(Framework):
         )
         if not is_zero or not optimizer._overlap_with_ddp:
             return None
-        found = (
+        problem = (
             " with overlap_with_ddp=True, which steps inside the backward pass and moves "
             "parameters into buckets on the way,"
         )
-        return found, "leave overlap_with_ddp out"
+        return problem, "leave overlap_with_ddp out"
 
 
 class Accelerate(Framework):
@@ -184,23 +171,23 @@ class Accelerate(Framework):
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
-            found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
-            return found, "call remove_hook_from_submodules(model), or load without device_map"
+        hook = part.__dict__.get("_hf_hook")
+        if hook is not None and _moves_weights(hook):
+            problem = f"a module that accelerate moves at every forward ({type(hook).__name__})"
+            return problem, "call remove_hook_from_submodules(model), or load without device_map"
         device_map = part.__dict__.get("hf_device_map")
-        if (
-            isinstance(device_map, dict)
-            and len({str(device) for device in device_map.values()}) > 1
-        ):
-            return (
-                f"a device map with {len(device_map)} entries on several devices"
-            ), "load without device_map"
-        return None
+        if not isinstance(device_map, dict):
+            return None
+        devices = {*map(str, device_map.values())}
+        if len(devices) <= 1:
+            return None
+        problem = f"a device map with {len(device_map)} entries on several devices"
+        return problem, "load without device_map"
 
 
 def _moves_weights(hook: Any) -> bool:
     """Whether a hook of accelerate may move weights at a forward pass. With a device map of one
     device it moves only the inputs."""
     if is_a(hook, "accelerate.hooks", "SequentialHook"):
-        return any(_moves_weights(each) for each in hook.hooks)
+        return any(map(_moves_weights, hook.hooks))
     return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)

@@ -27,11 +27,13 @@ def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same tensors, seen as bytes where torch cannot copy or gather their dtype (uint4), or a
     backend may not."""
     dtype = tensors[0].dtype
-    if not is_scaled(dtype) or any(
-        type(each) not in PLAIN_TYPES or each.dtype is not dtype for each in tensors
-    ):
+    if not is_scaled(dtype):
         return tensors
-    return tuple(each.view(torch.uint8 if dtype.itemsize == 1 else torch.int16) for each in tensors)
+    for tensor in tensors:
+        if type(tensor) not in PLAIN_TYPES or tensor.dtype is not dtype:
+            return tensors
+    as_bytes = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return tuple(tensor.view(as_bytes) for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,14 @@ class Reader:
     ) -> torch.Tensor:
         """Copy a plain tensor's value into `target`, cast to its type. With `non_blocking` the host
         does not wait for the copy."""
-        shown = None if self.on_host is None else self.on_host(source)
-        # A tensor outside every range (empty, or staying on the CPU) can be read itself.
-        into, out_of = _copyable(target, source if shown is None else shown)
-        into.copy_(out_of) if shown is None else upload(into, out_of, non_blocking=non_blocking)
+        host_copy = None if self.on_host is None else self.on_host(source)
+        if host_copy is None:
+            # on the device, or outside every range (empty, or staying on the CPU)
+            into, out_of = _copyable(target, source)
+            into.copy_(out_of)
+        else:
+            into, out_of = _copyable(target, host_copy)
+            upload(into, out_of, non_blocking=non_blocking)
         return target
 
     def read(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,8 +105,8 @@ class Weight(abc.ABC):
 
     @property
     def problem(self) -> str | None:
-        """The reason why the weight cannot be published, the same on every rank, and what to do;
-        None if it can."""
+        """The reason why the weight cannot be published, the same on every rank, with advice; None
+        if it can."""
         return None
 
     @abc.abstractmethod
@@ -139,7 +145,8 @@ class LocalWeight(Weight):
     (quantised)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self._tensor = tensor
         self.is_wrapper = type(tensor) not in PLAIN_TYPES
 
@@ -159,24 +166,22 @@ class LocalWeight(Weight):
         yield from parts_read(reader, self._tensor, dtype)
 
     def part(self) -> Part | None:
-        return (
-            None
-            if self.is_wrapper or self.dtype.is_complex
-            else Part(self._tensor, (0,) * len(self.shape))
-        )
+        if self.is_wrapper or self.dtype.is_complex:
+            return None
+        return Part(self._tensor, (0,) * len(self.shape))
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         value = read_parts(reader, self._tensor, dtype)
         return value if value.dtype is dtype else value.to(dtype)
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
-        if (problem := self.problem) is not None:
-            raise ValueError(problem)
-        if type(self._tensor) not in PLAIN_TYPES and type(value) is not type(self._tensor):
-            here, comes = type(self._tensor).__qualname__, type(value).__qualname__
+        if self.problem is not None:
+            raise ValueError(self.problem)
+        kind = type(self._tensor)
+        if kind not in PLAIN_TYPES and type(value) is not kind:
             raise ValueError(
-                f"is a {here} here, but a {comes} was published: publish from a module that is "
-                "quantised in the same way"
+                f"is a {kind.__qualname__} here, but a {type(value).__qualname__} was published: "
+                "publish from a module that is quantised in the same way"
             )
         into, out_of = _copyable(self._tensor, value)
         return functools.partial(into.copy_, out_of)
@@ -186,16 +191,17 @@ class ShardedWeight(Weight):
     """A weight that is a DTensor: each rank has a part, and torch gathers them."""
 
     def __init__(self, tensor: Any) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self._tensor = tensor
         self._all_rows: torch.Tensor | None = None
         self.is_wrapper = type(tensor._local_tensor) not in PLAIN_TYPES
 
     @property
     def is_collective(self) -> bool:
-        return self._tensor.device_mesh.size() > 1 and not all(
-            placement.is_replicate() for placement in self._tensor.placements
-        )
+        if self._tensor.device_mesh.size() == 1:
+            return False
+        return not all(placement.is_replicate() for placement in self._tensor.placements)
 
     @property
     def problem(self) -> str | None:
@@ -226,59 +232,54 @@ class ShardedWeight(Weight):
         return _own(self._all_rows, self._even_rows())
 
     def part(self) -> Part | None:
-        sharded, torch_sharding = self._tensor, sys.modules["torch.distributed.tensor"]
+        if self.is_wrapper or self.dtype.is_complex:
+            return None
+        sharded = self._tensor
+        torch_sharding = sys.modules["torch.distributed.tensor"]
         # not their subclasses: a strided shard is no block
         blocks = (torch_sharding.Shard, torch_sharding.Replicate)
-        if (
-            self.is_wrapper
-            or self.dtype.is_complex
-            or any(type(placement) not in blocks for placement in sharded.placements)
-        ):
+        if any(type(placement) not in blocks for placement in sharded.placements):
             return None
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offset = compute_local_shape_and_global_offset(
             sharded.shape, sharded.device_mesh, sharded.placements
         )
-        return (
-            Part(sharded._local_tensor, tuple(offset))
-            if tuple(sharded._local_tensor.shape) == tuple(shape)
-            else None
-        )
+        if tuple(sharded._local_tensor.shape) != tuple(shape):
+            return None
+        return Part(sharded._local_tensor, tuple(offset))
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         # The DTensor itself is not copied or moved. Its local part is read, and gathered, or
         # wrapped in a new DTensor.
         sharded = self._tensor
-        # DTensor's own way takes several times as long for a small weight
-        if (group := self._even_rows()) is not None:
+        group = self._even_rows()
+        if group is not None:  # DTensor's own way takes several times as long for a small weight
             full = self._gathered(reader, dtype, group)
         else:
-            (local,) = _copyable(read_parts(reader, sharded._local_tensor, self._read_as(dtype)))
-            full = (
-                type(sharded)
-                .from_local(
-                    local,
-                    sharded.device_mesh,
-                    sharded.placements,
-                    run_check=False,
-                    shape=sharded.shape,
-                    stride=sharded.stride(),
-                )
-                .full_tensor()
+            value = read_parts(reader, sharded._local_tensor, self._read_as(dtype))
+            (local,) = _copyable(value)
+            gatherable = type(sharded).from_local(
+                local,
+                sharded.device_mesh,
+                sharded.placements,
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
             )
+            full = gatherable.full_tensor()
         if full.dtype is torch.uint8:
             return full.view(dtype)
         return full if full.dtype is dtype else full.to(dtype)
 
     def _gathered(self, reader: Reader, dtype: torch.dtype, group: Any) -> torch.Tensor:
         local = self._tensor._local_tensor
-        read = (
-            reader.read(local, dtype)
-            if id(local) in reader.fetched
-            else reader.fill(self._own_rows(reader, dtype), local.detach())
-        )
-        full, self._all_rows = self._all_rows, None
+        if id(local) in reader.fetched:
+            read = reader.read(local, dtype)
+        else:
+            read = reader.fill(self._own_rows(reader, dtype), local.detach())
+        full = self._all_rows
+        self._all_rows = None
         if full is None or full.dtype is not dtype:  # the same rows were fetched for another weight
             full = torch.empty(self.shape, dtype=dtype, device=reader.device)
         rows = _own(full, group)
@@ -289,35 +290,39 @@ class ShardedWeight(Weight):
         return full
 
     def _even_rows(self) -> Any:
-        """The process group over which each rank has as many rows as the others, if that is how the
-        weight is cut."""
-        mesh, placements = self._tensor.device_mesh, self._tensor.placements
-        cut = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
-        if (
-            len(cut) != 1
-            or self.is_wrapper
-            or type(placements[cut[0]]) is not sys.modules["torch.distributed.tensor"].Shard
-        ):
+        """The process group over which each rank has as many rows as the others; None where the
+        weight is cut another way."""
+        if self.is_wrapper:
             return None
-        is_even = placements[cut[0]].dim == 0 and self.shape[0] % mesh.size(cut[0]) == 0
-        return mesh.get_group(cut[0]) if is_even and mesh.size(cut[0]) > 1 else None
+        mesh = self._tensor.device_mesh
+        placements = self._tensor.placements
+        cut = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+        if len(cut) != 1:
+            return None
+        (dimension,) = cut
+        shard = placements[dimension]
+        if type(shard) is not sys.modules["torch.distributed.tensor"].Shard or shard.dim != 0:
+            return None
+        ranks = mesh.size(dimension)
+        if ranks == 1 or self.shape[0] % ranks:
+            return None
+        return mesh.get_group(dimension)
 
     def writer(self, value: torch.Tensor) -> Callable[[], object]:
         sharded = self._tensor
-        if self.problem is not None or any(
-            placement.is_partial() for placement in sharded.placements
-        ):
-            raise ValueError(
-                self.problem or "is a sum over ranks, so that no rank knows which part to write"
-            )
+        if self.problem is not None:
+            raise ValueError(self.problem)
+        if any(placement.is_partial() for placement in sharded.placements):
+            raise ValueError("is a sum over ranks, so that no rank knows which part to write")
         into, out_of = _copyable(sharded._local_tensor, value)
         distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
-        # Every rank has the full value, and takes its part out of it.
-        return lambda: into.copy_(
-            distribute(
-                out_of, sharded.device_mesh, sharded.placements, src_data_rank=None
-            )._local_tensor
-        )
+
+        def write() -> None:
+            # Every rank has the full value, and takes its part out of it.
+            part = distribute(out_of, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            into.copy_(part._local_tensor)
+
+        return write
 
 
 def _own(rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -340,25 +345,22 @@ def parts_read(
 ) -> Iterator[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
     """The plain tensors that `read_parts` reads, and functions that take memory for their
     values."""
-    return (
-        (part, functools.partial(reader.target, part, dtype if part is tensor else part.dtype))
-        for _, part in parts_of(tensor, "")
-    )
+    for _, part in parts_of(tensor, ""):
+        part_dtype = dtype if part is tensor else part.dtype
+        yield part, functools.partial(reader.target, part, part_dtype)
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:
     """The `Weight` for a parameter or buffer."""
     sharded = loaded_class("torch.distributed.tensor", "DTensor")
-    return (
-        ShardedWeight(tensor)
-        if sharded is not None and isinstance(tensor, sharded)
-        else LocalWeight(tensor)
-    )
+    if sharded is not None and isinstance(tensor, sharded):
+        return ShardedWeight(tensor)
+    return LocalWeight(tensor)
 
 
 class Computation(abc.ABC):
-    """Computes several results at once. All are made when the first is asked for, and each is kept
-    until it is."""
+    """Computes several results at once, when the first is asked for. A result is kept until it is
+    asked for."""
 
     _values: dict[str, torch.Tensor] | None = None
 
@@ -381,8 +383,10 @@ class ComputedWeight(Weight):
     """One result of a computation. `like` has the result's shape and dtype."""
 
     def __init__(self, computation: Computation, name: str, like: Weight | torch.Tensor) -> None:
-        self.shape, self.dtype = like.shape, like.dtype
-        self._computation, self._name = computation, name
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self._computation = computation
+        self._name = name
 
     @property
     def is_collective(self) -> bool:
@@ -390,14 +394,10 @@ class ComputedWeight(Weight):
 
     @property
     def problem(self) -> str | None:
-        return next(
-            (
-                problem
-                for weight in self._computation.inputs()
-                if (problem := weight.problem) is not None
-            ),
-            None,
-        )
+        for weight in self._computation.inputs():
+            if weight.problem is not None:
+                return weight.problem
+        return None
 
     def targets(
         self, reader: Reader, dtype: torch.dtype

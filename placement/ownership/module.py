@@ -6,8 +6,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ _SUPPORTED = (
 )
 
 
+@dataclass(slots=True)
+class _Scan:
+    """The results of one scan of a module tree."""
+
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    owned: list[Owned] = field(default_factory=list)
+    # the name of each tensor object, by identity
+    names: dict[int, str] = field(default_factory=dict)
+    # name and value of each container and object that may hold tensors, by identity
+    held: dict[int, tuple[str, Any]] = field(default_factory=dict)
+
+
 class ModuleAdapter(Adapter):
     """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules,
     and tensors in objects that they hold, or in attributes of parameters and buffers.
@@ -76,22 +89,17 @@ class ModuleAdapter(Adapter):
         compute_device: torch.device,
         external: bool = False,
     ) -> None:
-        inner = module
-        while (
-            type(inner).__name__ == "OptimizedModule"
-            and (wrapped := inner._modules.get("_orig_mod")) is not None
-        ):
-            inner = wrapped
+        inner = _uncompiled(module)
         self._name = name
         self.compute_device = with_index(compute_device)
         # `inner` is a key too: registering a module and its compiled wrapper would claim the same
         # bytes twice.
-        self._keys: list[Callable[[], Any]] = [
-            reference(key) for key in ([module] if inner is module else [module, inner])
-        ]
+        self._keys: list[Callable[[], Any]] = [reference(module)]
+        if inner is not module:
+            self._keys.append(reference(inner))
         # None once the module is gone
         self.root: Callable[[], torch.nn.Module | None] = reference(inner)
-        self._shown: dict[int, torch.Tensor] = {}
+        self._own_tensors: dict[int, torch.Tensor] = {}  # see `own_tensors`; of the last scan
         self._kinds: dict[type, int] = {}
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._immovable: list[Noted] = []
@@ -99,51 +107,55 @@ class ModuleAdapter(Adapter):
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
         """Identities of the containers and the objects in modules' attributes, which may come to
-        hold tensors. From the last walk."""
-        self._nests = False  # whether the last walk found a tensor in one of these
+        hold tensors. From the last scan."""
+        self._nests = False  # whether the last scan found a tensor in one of these
         self._cpu_stays = False
         self._on_device: set[str] = set()
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a
         name, a tensor on the CPU must move."""
         self.frameworks = frameworks_of(inner)
-        self._looks_at_parameters = not any(each.hangs_tensors for each in self.frameworks)
-        by_framework = next(filter(None, (each.external for each in self.frameworks)), None)
-        self.external = "the caller says so (external=True)" if external else by_framework
+        self._scans_parameters = not any(framework.hangs_tensors for framework in self.frameworks)
+        self.external = "the caller says so (external=True)" if external else None
+        for framework in self.frameworks:
+            self.external = self.external or framework.external
         if self.external is None:
-            _refuse_parts(name, inner)
-            for each in self.frameworks:
-                if (reason := each.refusal(self.compute_device)) is not None:
-                    raise RegistrationError(f"{name!r}: {reason}.")
+            self._refuse(inner)
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
+
+    def _refuse(self, module: torch.nn.Module) -> None:
+        _refuse_parts(self._name, module)
+        for framework in self.frameworks:
+            reason = framework.refusal(self.compute_device)
+            if reason is not None:
+                raise RegistrationError(f"{self._name!r}: {reason}.")
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
         """Whether CPU tensors stay on the CPU on purpose, because weights are on the accelerator
         already. Decided before adoption."""
-        weights = (
-            [*module.parameters()] or module.buffers() if self.compute_device.type != "cpu" else ()
-        )
+        if self.compute_device.type == "cpu":
+            return False
+        weights = [*module.parameters()] or module.buffers()
         return any(weight.device == self.compute_device for weight in weights)
 
     def owned(self) -> Iterator[Owned]:
         """See `Adapter.owned`. A tensor that wraps others (a DTensor) is replaced by those that it
         wraps. Gradients and tensors of a live autograd graph are transient. Raises
         RegistrationError: a tensor was added that cannot be moved as bytes."""
-        module, self.steady = self.root(), None
+        self.steady = None
+        module = self.root()
         if module is None:
             return iter(())
-        modules: list[torch.nn.Module] = []
-        found = self._collect(module, modules)
+        scan = self._scan(module)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or
-        # that are inside wrappers or containers. A walk for handing back refuses nothing, so the
-        # next one has to look at everything.
-        is_loose = any(each.transient or each.wrapper is not None for each in found)
+        # that are inside wrappers or containers. A scan for handing back refuses nothing, so the
+        # next one has to be complete.
+        is_loose = any(owned.transient or owned.wrapper is not None for owned in scan.owned)
         if not (is_loose or self.frameworks or self._nests or self._immovable or self.hands_back):
+            tensors = [owned.tensor for owned in scan.owned]
             with suppress(KeyError):
-                self.steady = Steady(
-                    modules, [owned.tensor for owned in found], frozenset(self._containers)
-                )
-        return iter(found)
+                self.steady = Steady(scan.modules, tensors, frozenset(self._containers))
+        return iter(scan.owned)
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names
@@ -155,25 +167,24 @@ class ModuleAdapter(Adapter):
 
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters as an optimizer has them: sharded ones as wrappers."""
-        return [each for _, each in self.named_parameters()]
+        return [parameter for _, parameter in self.named_parameters()]
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the module that have a gradient now, including those that stay on the
         CPU."""
-        parameters = [each for each in self.parameters() if each.grad is not None]
-        return iter(
-            {
-                id(each): each for each in itertools.chain(parameters, super().with_gradients())
-            }.values()
-        )
+        tensors = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        tensors += super().with_gradients()
+        return iter({id(tensor): tensor for tensor in tensors}.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
         module = self.root()
-        own_tensors = {} if module is None else self.own_tensors()
+        if module is None:
+            return
+        own_tensors = self.own_tensors()
         seen: set[int] = set()
-        for name, shown in () if module is None else module.named_parameters():
-            own = own_tensors.get(id(shown), shown)
+        for name, parameter in module.named_parameters():
+            own = own_tensors.get(id(parameter), parameter)
             if id(own) not in seen:
                 seen.add(id(own))
                 yield name, own
@@ -181,19 +192,22 @@ class ModuleAdapter(Adapter):
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """See `Framework.own_tensors`: the keys are those of tensors that the module has only for
         now, gathered for computing."""
-        return {shown: own for each in self.frameworks for shown, own in each.own_tensors().items()}
+        own_tensors: dict[int, torch.Tensor] = {}
+        for framework in self.frameworks:
+            own_tensors.update(framework.own_tensors())
+        return own_tensors
 
-    def _collect(self, root: torch.nn.Module, modules: list[torch.nn.Module]) -> list[Owned]:
-        """The tensors of a module tree. Its modules are added to `modules`."""
-        self._nests, self._immovable, self._left = False, [], []
+    def _scan(self, root: torch.nn.Module) -> _Scan:
+        """The tensors and modules of a module tree."""
+        self._nests = False
+        self._immovable = []
+        self._left = []
         self._sparse.clear()
-        held: dict[int, tuple[str, Any]] = {}
-        found: list[Owned] = []
         self._other_names = {}
-        seen: dict[int, str] = {
-            id(cache): "" for each in self.frameworks for cache in each.caches()
-        }
-        self._shown = self.own_tensors()
+        self._own_tensors = self.own_tensors()
+        scan = _Scan()
+        for framework in self.frameworks:
+            scan.names.update({id(cache): "" for cache in framework.caches()})
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
         while stack:
@@ -201,81 +215,56 @@ class ModuleAdapter(Adapter):
             if id(module) in visited:
                 continue
             visited.add(id(module))
-            modules.append(module)
+            scan.modules.append(module)
             fields = module.__dict__
             for registry in (fields["_parameters"], fields["_buffers"]):
                 for name, tensor in registry.items():
                     if tensor is not None:
-                        self._add(prefix + name, tensor, found, seen)
-                        self._note_hung(prefix + name, tensor, held)
-            self._add_attributes(prefix, fields, found, seen, held)
-            if children := fields["_modules"]:
-                stack.extend(
-                    [
-                        (f"{prefix}{name}.", child)
-                        for name, child in children.items()
-                        if child is not None
-                    ][::-1]
-                )
-        for each in self.frameworks:
-            for owned in each.tensors():
-                self._add(owned.name, owned.tensor, found, seen, owned.transient)
-        self._containers = {*held}
-        if held and self.external is None:
-            self._add_held(held.values(), found, seen)
-        return found
+                        self._add(scan, prefix + name, tensor)
+                        self._note_attributes(scan, prefix + name, tensor)
+            self._add_attributes(scan, prefix, fields)
+            for name, child in reversed(fields["_modules"].items()):
+                if child is not None:
+                    stack.append((f"{prefix}{name}.", child))
+        for framework in self.frameworks:
+            for owned in framework.tensors():
+                self._add(scan, owned.name, owned.tensor, owned.transient)
+        self._containers = {*scan.held}
+        if self.external is None:
+            self._add_held(scan)
+        return scan
 
-    def _add_held(
-        self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]
-    ) -> None:
+    def _add_held(self, scan: _Scan) -> None:
         """Add the tensors in objects that modules hold (a cache, a mask), or in attributes of
-        parameters (`main_grad`), which are on the device, or share a storage of the module. They
-        may be another's, too, so what cannot be moved is left and named."""
-        held = [
-            each
-            for path, value in values
-            for each in nested_tensors(value, path, OBJECT_LEVELS)
-            if id(each[1]) not in seen
-        ]
-        transient = (
-            {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)}
-            if held
-            else {}
-        )
-        for path, tensor in held:
-            keys = [
-                part.untyped_storage()._cdata if has_bytes(part) else None
-                for _, part in parts_of(tensor, path)
-            ]
-            first = len(found)
-            if all(key in transient for key in keys) or all(
-                self._is_free(part) for _, part in parts_of(tensor, path)
-            ):
-                self._add(
-                    path,
-                    tensor,
-                    found,
-                    seen,
-                    any(transient.get(key, False) for key in keys if key is not None),
-                )
-                found[first:] = [owned._replace(held=True) for owned in found[first:]]
-            elif any(
-                part.device == self.compute_device and nbytes_of(part)
-                for _, part in parts_of(tensor, "")
-            ):
-                self._left.append((path, weakref.ref(tensor)))
-            self._nests = True
+        parameters (`main_grad`), which are on the device, or share a storage of the module. The
+        objects may be another owner's, too, so tensors that cannot be moved are left and named."""
+        held: list[tuple[str, torch.Tensor]] = []
+        for path, value in scan.held.values():
+            for name, tensor in nested_tensors(value, path, OBJECT_LEVELS):
+                if id(tensor) not in scan.names:
+                    held.append((name, tensor))
+        if not held:
+            return
+        self._nests = True
+        # whether the first tensor in each storage is transient
+        storages = {
+            owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(scan.owned)
+        }
+        for name, tensor in held:
+            parts = [part for _, part in parts_of(tensor, name)]
+            keys = [part.untyped_storage()._cdata if has_bytes(part) else None for part in parts]
+            if all(key in storages for key in keys) or all(map(self._is_free, parts)):
+                is_transient = any(key is not None and storages.get(key, False) for key in keys)
+                first = len(scan.owned)
+                self._add(scan, name, tensor, is_transient)
+                added = scan.owned[first:]
+                scan.owned[first:] = [owned._replace(held=True) for owned in added]
+            elif any(part.device == self.compute_device and nbytes_of(part) for part in parts):
+                self._left.append((name, weakref.ref(tensor)))
 
-    def _add_attributes(
-        self,
-        prefix: str,
-        fields: dict[str, Any],
-        found: list[Owned],
-        seen: dict[int, str],
-        held: dict[int, tuple[str, Any]],
-    ) -> None:
+    def _add_attributes(self, scan: _Scan, prefix: str, fields: dict[str, Any]) -> None:
         # torch.nn.Module's constructor sets its fields in one go, so usually they come first and
-        # can be skipped without a look at each.
+        # can be skipped without reading them.
         attributes = itertools.islice(fields.items(), len(MODULE_FIELDS) - 1, None)
         if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
@@ -284,61 +273,70 @@ class ModuleAdapter(Adapter):
             if kind == _NO_TENSOR or name in MODULE_FIELDS:
                 continue
             if kind == _TENSOR:
-                self._add(prefix + name, value, found, seen)
+                self._add(scan, prefix + name, value)
                 continue
-            held.setdefault(id(value), (prefix + name, value))
-            for path, tensor in nested_tensors(value, prefix + name) if kind == _CONTAINER else ():
-                self._nests = True
-                self._add(path, tensor, found, seen)
+            scan.held.setdefault(id(value), (prefix + name, value))
+            if kind == _CONTAINER:
+                for path, tensor in nested_tensors(value, prefix + name):
+                    self._nests = True
+                    self._add(scan, path, tensor)
 
-    def _note_hung(self, name: str, tensor: torch.Tensor, held: dict[int, tuple[str, Any]]) -> None:
+    def _note_attributes(self, scan: _Scan, name: str, tensor: torch.Tensor) -> None:
         """Note attributes of a parameter or buffer that may have tensors."""
-        fields = vars(tensor) if self._looks_at_parameters and is_plain_type(type(tensor)) else {}
-        for attribute, value in fields.items():
+        if not self._scans_parameters or not is_plain_type(type(tensor)):
+            return
+        for attribute, value in vars(tensor).items():
             if self._kind(value) != _NO_TENSOR:
-                held.setdefault(id(value), (f"{name}.{attribute}", value))
+                scan.held.setdefault(id(value), (f"{name}.{attribute}", value))
 
     def _kind(self, value: Any) -> int:
-        if (kind := self._kinds.get(type(value))) is None:
+        kind = self._kinds.get(type(value))
+        if kind is None:
             kind = self._kinds[type(value)] = _kind_of(type(value))
         return kind
 
     def _add(
         self,
+        scan: _Scan,
         name: str,
         tensor: torch.Tensor,
-        found: list[Owned],
-        seen: dict[int, str],
         transient: bool = False,
     ) -> None:
-        tensor = self._shown.get(id(tensor), tensor)
-        if (first := seen.setdefault(id(tensor), name)) is not name:
-            self._other_names[name] = first
+        tensor = self._own_tensors.get(id(tensor), tensor)
+        first_name = scan.names.setdefault(id(tensor), name)
+        if first_name is not name:
+            self._other_names[name] = first_name
             return
         # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the
         # next forward.
         leaf = is_leaf(tensor)
         transient = transient or not leaf
         for path, part in parts_of(tensor, name):
-            wrapper = None if part is tensor else tensor
-            if self.external is not None:
-                if has_bytes(part):
-                    found.append(Owned(path, part, transient, wrapper))
-            elif not self._stays(path, part):
-                if not is_plain(part, self.compute_device):
-                    if self.hands_back:
-                        continue
-                    raise RegistrationError(
-                        f"{self._name!r}: {path!r} {problem_of(part, self.compute_device)}."
-                    )
-                # a gradient moves with its range, and is in no state dict
-                if not transient and not self.hands_back and is_lazy_view(part):
-                    raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
-                # an empty shard may be a view of padding, which has to move
-                if part.numel() or part.untyped_storage().nbytes():
-                    found.append(Owned(path, part, transient, wrapper))
-        if leaf and (gradient := tensor.grad) is not None:
-            self._add_gradient(f"{name}.grad", gradient, found, seen)
+            if self._moves(path, part, transient=transient):
+                wrapper = None if part is tensor else tensor
+                scan.owned.append(Owned(path, part, transient, wrapper))
+        gradient = tensor.grad if leaf else None
+        if gradient is not None:
+            self._add_gradient(scan, f"{name}.grad", gradient)
+
+    def _moves(self, path: str, part: torch.Tensor, *, transient: bool) -> bool:
+        """Whether a tensor moves with the module. Of an external one, whether it has bytes. Raises
+        RegistrationError: it has to move, and cannot be moved."""
+        if self.external is not None:
+            return has_bytes(part)
+        if self._stays(path, part):
+            return False
+        if not is_plain(part, self.compute_device):
+            if self.hands_back:
+                return False
+            raise RegistrationError(
+                f"{self._name!r}: {path!r} {problem_of(part, self.compute_device)}."
+            )
+        # a gradient moves with its range, and is in no state dict
+        if not transient and not self.hands_back and is_lazy_view(part):
+            raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
+        # an empty shard may be a view of padding, which has to move
+        return bool(part.numel() or part.untyped_storage().nbytes())
 
     def _stays(self, path: str, part: torch.Tensor) -> bool:
         """Whether a tensor stays on the CPU on purpose (see `_is_mixed`)."""
@@ -346,32 +344,30 @@ class ModuleAdapter(Adapter):
             self._on_device.add(path)
         return self._cpu_stays and path not in self._on_device
 
-    def _add_gradient(
-        self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]
-    ) -> None:
+    def _add_gradient(self, scan: _Scan, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient, which may have any layout. One that cannot be moved is noted, so that the
-        rest of the object still moves."""
+        object still moves without it."""
         if is_sparse(gradient):
-            if (first := seen.setdefault(id(gradient), name)) is not name:
-                self._other_names[name] = first
-                return
-            parts = [
-                Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)
-            ]
-            if self.external is not None:
-                found += parts
-            elif not (self._cpu_stays and gradient.is_cpu):
-                if any(problem_of_sparse(each.tensor, self.compute_device) for each in parts):
-                    self._immovable.append((name, weakref.ref(gradient)))
-                else:
-                    self._sparse.add(gradient)
-                    found += parts
-        elif self.external is None and any(
-            not self._can_go(part) for _, part in parts_of(gradient, name)
-        ):
+            self._add_sparse(scan, name, gradient)
+        elif self.external is None and not self._can_go(gradient):
             self._immovable.append((name, weakref.ref(gradient)))
         else:
-            self._add(name, gradient, found, seen, transient=True)
+            self._add(scan, name, gradient, transient=True)
+
+    def _add_sparse(self, scan: _Scan, name: str, gradient: torch.Tensor) -> None:
+        first_name = scan.names.setdefault(id(gradient), name)
+        if first_name is not name:
+            self._other_names[name] = first_name
+            return
+        parts = [*sparse_parts(gradient, name)]
+        if self.external is None:
+            if self._cpu_stays and gradient.is_cpu:
+                return
+            if any(problem_of_sparse(part, self.compute_device) for _, part in parts):
+                self._immovable.append((name, weakref.ref(gradient)))
+                return
+            self._sparse.add(gradient)
+        scan.owned += [Owned(path, part, True, gradient) for path, part in parts]
 
     def _is_free(self, part: torch.Tensor) -> bool:
         """Whether a part of a tensor that an object holds is on the device and can be moved from
@@ -379,10 +375,22 @@ class ModuleAdapter(Adapter):
         is_here = part.device == self.compute_device and not is_lazy_view(part)
         return is_here and (part.is_inference() or problem_of(part, self.compute_device) is None)
 
-    def _can_go(self, part: torch.Tensor) -> bool:
-        return (is_plain(part, self.compute_device) and not part.is_inference()) or (
-            self._cpu_stays and part.is_cpu
-        )
+    def _can_go(self, gradient: torch.Tensor) -> bool:
+        for _, part in parts_of(gradient, ""):
+            is_movable = is_plain(part, self.compute_device) and not part.is_inference()
+            if not is_movable and not (self._cpu_stays and part.is_cpu):
+                return False
+        return True
+
+
+def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside the wrappers of `torch.compile`."""
+    while type(module).__name__ == "OptimizedModule":
+        inner = module._modules.get("_orig_mod")
+        if inner is None:
+            break
+        module = inner
+    return module
 
 
 def _kind_of(cls: Any) -> int:
@@ -390,17 +398,16 @@ def _kind_of(cls: Any) -> int:
         return _TENSOR
     if issubclass(cls, (list, tuple, deque, Mapping)):
         return _CONTAINER
-    return (
-        _OBJECT
-        if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS
-        else _NO_TENSOR
-    )
+    package = cls.__module__.partition(".")[0]
+    return _OBJECT if has_fields(cls) and package not in _OF_FRAMEWORKS else _NO_TENSOR
 
 
 def _refuse_parts(name: str, module: torch.nn.Module) -> None:
     """Refuse a module of which a part is sharded, wrapped or moved by a framework in a way that
     placement does not support."""
-    refused = [advised for each in answering("refused_modules") for advised in each.refused_modules]
+    refused: list[Advised] = []
+    for framework in answering("refused_modules"):
+        refused += framework.refused_modules
     asked = answering("refuse_part")
     answers: dict[type, list[Advised]] = {}
     for path, part in module.named_modules():
@@ -415,6 +422,8 @@ def _refuse_parts(name: str, module: torch.nn.Module) -> None:
                     _SUPPORTED,
                     advised.advice,
                 )
-        for each in asked:
-            if (reason := each.refuse_part(part)) is not None:
-                raise refusal(f"{name!r}{where}: {reason[0]}", _SUPPORTED, f"{reason[1]}, {TRACK}")
+        for framework in asked:
+            reason = framework.refuse_part(part)
+            if reason is not None:
+                problem, advice = reason
+                raise refusal(f"{name!r}{where}: {problem}", _SUPPORTED, f"{advice}, {TRACK}")

@@ -49,7 +49,9 @@ from placement.tensors.plain import (
     with_index,
 )
 
+_CDATA = operator.attrgetter("_cdata")
 _LAYOUT = operator.attrgetter("layout", "is_nested")
+_STRIDED = (torch.strided, False)
 _GRADIENTS = ("grad", "decoupled_grad")
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
@@ -58,7 +60,7 @@ class OptimizerAdapter(Adapter):
     """The state of an optimizer: all tensors that it, and the optimizers inside it, have in
     `.state`, also in containers and objects.
 
-    Optimizers inside a wrapper are looked for each time. The registered object is held weakly.
+    Optimizers inside a wrapper are searched each time. The registered object is held weakly.
 
     These tensors stay on the CPU: those in `param_groups` (a learning rate), and counters that
     torch keeps there (0-dimensional `step`, unless fused or capturable). If the optimizer's `step`
@@ -70,16 +72,21 @@ class OptimizerAdapter(Adapter):
     steady: SteadyState | None = None
 
     def __init__(
-        self, optimizer: Any, *, name: str, compute_device: torch.device, external: bool = False
+        self,
+        optimizer: Any,
+        *,
+        name: str,
+        compute_device: torch.device,
+        external: bool = False,
     ) -> None:
         self._name = name
         self.compute_device = with_index(compute_device)
         self._borrowed: WeakIdSet[torch.Tensor] = WeakIdSet()
-        """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of
+        """Tensors of the last scan that lie in storages of the modules: a main parameter, a view of
         a parameter in the state."""
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._lent_gradients: WeakIdSet[torch.Tensor] = WeakIdSet()
-        """State tensors of the last walk that are the modules' gradients, or lie in their
+        """State tensors of the last scan that are the modules' gradients, or lie in their
         storages."""
         # state still to be created, as far as the last `expected_sizes` could predict it
         self._unborn: tuple[Unborn, ...] = ()
@@ -89,11 +96,9 @@ class OptimizerAdapter(Adapter):
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = optimizers_in(optimizer)
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
-        if (
-            is_scheduler
-            or not (leaves or _holds_optimizers(objects))
-            or not callable(getattr(optimizer, "step", None))
-        ):
+        is_optimizer = bool(leaves) or _holds_optimizers(objects)
+        has_step = callable(getattr(optimizer, "step", None))
+        if is_scheduler or not is_optimizer or not has_step:
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no "
                 "optimizer and holds none that can be found, and it is no module and no engine. "
@@ -105,129 +110,118 @@ class OptimizerAdapter(Adapter):
                 "SGLang an engine of placement.engines, such as VllmInProcess(llm)."
             )
         parameters = self.parameters()
-        self.external = (
-            ("the caller says so (external=True)")
-            if external
-            else _external(objects, parameters, self.compute_device)
-        )
+        if external:
+            self.external = "the caller says so (external=True)"
+        else:
+            self.external = _external(objects, parameters, self.compute_device)
         if self.external is None:
             _refuse(name, objects)
-            for index, part in (
-                (index, part)
-                for index, each in enumerate(parameters)
-                for _, part in parts_of(each, "")
-            ):
-                if (problem := problem_of(part, self.compute_device)) is not None:
-                    raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
+            self._refuse_parameters(parameters)
+
+    def _refuse_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        for index, parameter in enumerate(parameters):
+            for _, part in parts_of(parameter, ""):
+                problem = problem_of(part, self.compute_device)
+                if problem is not None:
+                    raise RegistrationError(f"{self._name!r}: parameter {index} {problem}.")
 
     def owned(self) -> Iterator[Owned]:
         """Every state tensor once, by parameter and key, under its name in `state_dict()`
-        ("state.3.exp_avg") after the optimizer's path. What shares a storage with a parameter is
-        the module's. Raises RegistrationError: state that cannot be moved."""
-        found = list(self._walk())
-        self.steady = self._as_steady(found)
-        return iter(found)
+        ("state.3.exp_avg") after the optimizer's path. A tensor that shares a storage with a
+        parameter is the module's. Raises RegistrationError: state that cannot be moved."""
+        owned = list(self._scan())
+        self.steady = self._as_steady(owned)
+        return iter(owned)
 
     def unchanged(self) -> Seen | None:
-        return (
-            None
-            if self.steady is None
-            else self.steady.look([leaf.optimizer for leaf in optimizers_in(self._root())[1]])
-        )
+        return None if self.steady is None else self.steady.unchanged(self.optimizers())
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
-        """A record of a walk, to see quickly that nothing has changed. None if the next walk must
-        look at everything again."""
+        """A record of a scan, to see quickly that nothing has changed. None if the next scan must
+        be complete again."""
+        if self.external is not None or self.hands_back:
+            return None
         objects, leaves = optimizers_in(self._root())
         optimizers = [leaf.optimizer for leaf in leaves]
-        if (
-            self.external is not None
-            or self.hands_back
-            or _holds_optimizers(objects)
-            or not SteadyState.fits(optimizers)
-        ):
+        if _holds_optimizers(objects) or not SteadyState.fits(optimizers):
             return None
-        # it becomes the optimizer's own when the modules drop it
-        is_lent = any(True for _ in self._lent_gradients)
-        values = {
-            *map(
-                id,
-                itertools.chain.from_iterable(
-                    entry.values() for each in optimizers for entry in each.state.values()
-                ),
-            )
-        }
-        tensors = [each.tensor for each in owned]
-        is_loose = (
-            is_lent
-            or any(each.wrapper is not None for each in owned)
-            or not values.issuperset(map(id, tensors))
-        )
-        steady = None if is_loose else SteadyState(optimizers, tensors)
-        return steady if steady is not None and steady.leaves_numbers_alone else None
+        # such state becomes the optimizer's own when the modules drop the gradients
+        has_lent_gradients = any(True for _ in self._lent_gradients)
+        if has_lent_gradients or any(each_owned.wrapper is not None for each_owned in owned):
+            return None
+        in_state: set[int] = set()
+        for optimizer in optimizers:
+            for entry in optimizer.state.values():
+                in_state.update(map(id, entry.values()))
+        tensors = [each_owned.tensor for each_owned in owned]
+        if not in_state.issuperset(map(id, tensors)):
+            return None
+        steady = SteadyState(optimizers, tensors)
+        return steady if steady.leaves_numbers_alone else None
 
-    def _walk(self) -> Iterator[Owned]:
+    def _scan(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
         self._with_scalars = answering("optimizer_scalars")
         objects, leaves = optimizers_in(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
-        theirs = {
-            id(own): own
-            for own in (*models.values(), *(models.get(id(each), each) for each in parameters))
-        }.values()
+        own_parameters = {id(parameter): parameter for parameter in models.values()}
+        for parameter in parameters:
+            own = models.get(id(parameter), parameter)
+            own_parameters[id(own)] = own
         # main parameters hang there, too, where the modules' are not stepped themselves
-        gradients = gradients_of(theirs, with_others=not models)
-        seen = {*map(id, parameters), *gradients}
+        gradients = gradients_of(own_parameters.values(), with_others=not models)
         of_gradients = _storages(gradients.values())
-        storages = _storages(theirs) | of_gradients
-        mains = main_parameters(parameters, models) if self.external is None else ()
-        yield from (each for each in mains if self._moves(each, storages))
+        of_modules = _storages(own_parameters.values()) | of_gradients
+        if self.external is None:
+            mains = main_parameters(parameters, models)
+            yield from (owned for owned in mains if self._moves(owned, of_modules))
+        seen = {*map(id, parameters), *gradients}
         in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
-            if (own := own_state(leaf.optimizer)) is not None:
-                for held in own.tensors(leaf.path):
-                    seen.add(id(held.tensor))
-                    yield held
+            for owned in _state_of_framework(leaf):
+                seen.add(id(owned.tensor))
+                yield owned
             for name, key, group, tensor in state_of(leaf):
-                if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
+                if _shares_storage(tensor, of_gradients):
                     self._lent_gradients.add(tensor)
-                if id(tensor) in seen or (
-                    in_groups and not in_groups.isdisjoint(_storages((tensor,)))
-                ):
+                if id(tensor) in seen or _shares_storage(tensor, in_groups):
                     continue
                 seen.add(id(tensor))
                 if is_sparse(tensor):
                     yield from self._sparse_state(name, tensor)
                     continue
-                for each in owned_parts(tensor, name):
-                    if not self._stays(leaf, key, group, each.tensor) and self._moves(
-                        each, storages
-                    ):
-                        yield each
+                for owned in owned_parts(tensor, name):
+                    stays = self._stays(leaf, key, group, owned.tensor)
+                    if not stays and self._moves(owned, of_modules):
+                        yield owned
 
-    def _stays(self, leaf: Leaf, key: str, group: Mapping[str, Any], part: torch.Tensor) -> bool:
+    def _stays(
+        self,
+        leaf: Leaf,
+        key: str,
+        group: Mapping[str, Any],
+        part: torch.Tensor,
+    ) -> bool:
         """Whether a part of a state tensor stays on the CPU. torch's own step functions keep only
         counters there. Any other CPU state of theirs was created before the parameters came to the
         device, and must follow them. Other step functions may keep state on the CPU on purpose."""
-        may_stay = self.external is None and part.is_cpu
-        return may_stay and (
-            self.is_counter(leaf.optimizer, key, group, part)
-            or not (self.follows(leaf.optimizer) or part in HANDED_BACK)
-        )
+        if self.external is not None or not part.is_cpu:
+            return False
+        if self.is_counter(leaf.optimizer, key, group, part):
+            return True
+        return not self.follows(leaf.optimizer) and part not in HANDED_BACK
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step
         makes its storages anew."""
         self._sparse.add(tensor)
         for path, part in sparse_parts(tensor, name):
-            if (
-                self.external is None
-                and not self.hands_back
-                and (problem := problem_of_sparse(part, self.compute_device)) is not None
-            ):
-                raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
+            if self.external is None and not self.hands_back:
+                problem = problem_of_sparse(part, self.compute_device)
+                if problem is not None:
+                    raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
     def _moves(self, owned: Owned, storages: Container[int]) -> bool:
@@ -243,7 +237,8 @@ class OptimizerAdapter(Adapter):
             )
         if is_lazy_view(owned.tensor) and not self.hands_back:
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
-        storage, has_elements = owned.tensor.untyped_storage(), owned.tensor.numel() > 0
+        storage = owned.tensor.untyped_storage()
+        has_elements = owned.tensor.numel() > 0
         # a rank without a part of a sharded parameter
         if storage._cdata in storages or (storage.nbytes() and not has_elements):
             self._borrowed.add(owned.tensor)
@@ -257,45 +252,49 @@ class OptimizerAdapter(Adapter):
         return _storages(self._lent_gradients)
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
+        for parameter in self.parameters():
+            for _, part in plain_parts(parameter, ""):
+                yield part
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        scalars = itertools.chain.from_iterable(
-            each.optimizer_scalars(self.objects()) for each in self._with_scalars
-        )
-        return (
-            (name, scalar.nbytes)
-            for name, scalar in scalars
-            if scalar.device == self.compute_device
-        )
+        for framework in self._with_scalars:
+            for name, scalar in framework.optimizer_scalars(self.objects()):
+                if scalar.device == self.compute_device:
+                    yield name, scalar.nbytes
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.external is not None:
+            return
         objects, leaves = optimizers_in(self._root())
-        steps = {id(each) for each in parameters_of(leaves)}
-        moved = {id(each.tensor) for each in self._walk()} if self.external is None else {}
-        for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
-            if id(tensor) not in steps:
-                yield from (
-                    (path, part)
-                    for path, part in plain_parts(tensor, name)
-                    if id(part) not in moved and part.numel() > 1
-                )
+        parameters = {id(parameter) for parameter in parameters_of(leaves)}
+        moved = {id(owned.tensor) for owned in self._scan()}
+        for name, tensor in tensors_beside(leaves, objects):
+            if id(tensor) in parameters:
+                continue
+            for path, part in plain_parts(tensor, name):
+                if id(part) not in moved and part.numel() > 1:
+                    yield path, part
 
-    def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
+    def is_counter(
+        self,
+        optimizer: Any,
+        key: str,
+        group: Mapping[str, Any],
+        value: object,
+    ) -> bool:
         """Whether a value of the state is a counter that torch keeps on the CPU."""
-        is_number = (
-            key in _ON_CPU_UNLESS_CAPTURED and isinstance(value, torch.Tensor) and not value.dim()
-        )
-        return is_number and not (
-            group.get("fused") or group.get("capturable") or isinstance(optimizer, torch.optim.ASGD)
-        )
+        if key not in _ON_CPU_UNLESS_CAPTURED:
+            return False
+        if not isinstance(value, torch.Tensor) or value.dim():
+            return False
+        is_captured = group.get("fused") or group.get("capturable")
+        return not is_captured and not isinstance(optimizer, torch.optim.ASGD)
 
     def follows(self, optimizer: Any) -> bool:
         """Whether state on the CPU, except counters, must move to where its parameters are."""
         step = getattr(type(optimizer), "step", None)
-        return self.compute_device.type == "cpu" or getattr(step, "__module__", "").startswith(
-            "torch.optim."
-        )
+        is_of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
+        return is_of_torch or self.compute_device.type == "cpu"
 
     def objects(self) -> list[Any]:
         """The registered object, and all wrappers and optimizers found in it."""
@@ -307,26 +306,26 @@ class OptimizerAdapter(Adapter):
 
     def optimizers(self) -> list[Any]:
         """The optimizers of `leaves`."""
-        return [leaf.optimizer for leaf in optimizers_in(self._root())[1]]
+        return [leaf.optimizer for leaf in self.leaves()]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was
         garbage-collected."""
         root = self._root()
-        return (
-            []
-            if root is None
-            else [root, *(each for each in self.optimizers() if each is not root)]
-        )
+        if root is None:
+            return []
+        return [root, *(optimizer for optimizer in self.optimizers() if optimizer is not root)]
 
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state,
         the optimizer becomes external.
-        Raises RegistrationError: it moves the state for some of them only."""
-        reasons = [
-            next(filter(None, (each.external for each in owner.frameworks)), None)
-            for owner in owners
-        ]
+
+        Raises RegistrationError: it moves the state for some of them only.
+        """
+        reasons = []
+        for owner in owners:
+            by_framework = (framework.external for framework in owner.frameworks)
+            reasons.append(next(filter(None, by_framework), None))
         if self.external is not None or not any(reasons):
             return
         if not all(reasons):
@@ -342,8 +341,7 @@ class OptimizerAdapter(Adapter):
         """Move stepped tensors that are no module's parameters (float32 copies) like state.
         `copied`: a parameter of their owner."""
         self._copied = reference(copied)
-        for each in copies:
-            self._copies.add(each)
+        self._copies.update(copies)
 
     @property
     def steps_copies(self) -> bool:
@@ -351,32 +349,31 @@ class OptimizerAdapter(Adapter):
 
     def _stepped_for(self, objects: Sequence[Any]) -> Mapping[int, torch.Tensor]:
         """The model's parameter for each main parameter or copy, by identity of the latter."""
-        own = self._copied()
-        return {
-            **stepped_for(objects),
-            **({} if own is None else {id(each): own for each in self._copies}),
-        }
+        models = dict(stepped_for(objects))
+        copied = self._copied()
+        if copied is not None:
+            for tensor in self._copies:
+                models[id(tensor)] = copied
+        return models
 
     def is_stand_in(self, parameter: torch.Tensor) -> bool:
         """Whether only a wrapper without state of its own lists a parameter, and so none of the
         optimizers inside steps it."""
-        return all(
-            each is not parameter
-            for each in parameters_of([leaf for leaf in self.leaves() if not leaf.is_hollow])
-        )
+        stepping = [leaf for leaf in self.leaves() if not leaf.is_hollow]
+        return all(parameter is not stepped for stepped in parameters_of(stepping))
 
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters that are stepped, in their order; the module's own for main
         parameters and shards, and other ranks'."""
         objects, leaves = optimizers_in(self._root())
-        if flattened := list(itertools.chain.from_iterable(asked("flattened_parameters", objects))):
+        flattened = list(itertools.chain.from_iterable(asked("flattened_parameters", objects)))
+        if flattened:
             return flattened
         models = self._stepped_for(objects)
-        known = itertools.chain(
-            (models.get(id(each), each) for each in parameters_of(leaves)),
-            *asked("further_parameters", objects),
-        )
-        return list({id(own): own for own in known}.values())
+        parameters = [models.get(id(parameter), parameter) for parameter in parameters_of(leaves)]
+        for further in asked("further_parameters", objects):
+            parameters += further
+        return list({id(parameter): parameter for parameter in parameters}.values())
 
     def away(self) -> str | None:
         return next(filter(None, asked("optimizer_away", self._root())), None)
@@ -392,22 +389,23 @@ class OptimizerAdapter(Adapter):
         self._unborn = ()
         if self.external is not None:
             return ()
-        found: list[Unborn] = []
+        all_unborn: list[Unborn] = []
         objects, leaves = optimizers_in(self._root())
-        given = self._stepped_for(objects)
+        models = self._stepped_for(objects)
         for leaf in leaves:
-            if is_all_born(leaf.optimizer, given):
+            optimizer = leaf.optimizer
+            if is_all_born(optimizer, models):
                 if not leaf.wraps:  # more parameters may come
-                    found.append(Unborn(leaf.optimizer, {}, stepped_by(leaf.optimizer, given)))
+                    all_unborn.append(Unborn(optimizer, {}, stepped_by(optimizer, models)))
                 continue
-            unborn = (
-                None if leaf.wraps else unborn_state(leaf.optimizer, self.compute_device, given)
-            )
+            unborn = None
+            if not leaf.wraps:
+                unborn = unborn_state(optimizer, self.compute_device, models)
             if unborn is not None:
-                found.append(unborn)
-            elif not is_born(leaf.optimizer):
+                all_unborn.append(unborn)
+            elif not is_born(optimizer):
                 return None
-        self._unborn = tuple(found)
+        self._unborn = tuple(all_unborn)
         return self.unborn_sizes()
 
     def unborn_sizes(self) -> Sequence[int]:
@@ -417,8 +415,10 @@ class OptimizerAdapter(Adapter):
         def models() -> Mapping[int, torch.Tensor]:
             return self._stepped_for(self.objects())
 
-        # a list: each must be asked
-        return True in [unborn.follow(self.compute_device, models) for unborn in self._unborn]
+        has_any = False
+        for unborn in self._unborn:
+            has_any |= unborn.follow(self.compute_device, models)
+        return has_any
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be
@@ -429,36 +429,52 @@ class OptimizerAdapter(Adapter):
         return sum(unborn.num_entries for unborn in self._unborn)
 
 
+def _state_of_framework(leaf: Leaf) -> Iterator[Owned]:
+    """The state that a framework keeps for an optimizer in a form of its own."""
+    state = own_state(leaf.optimizer)
+    if state is not None:
+        yield from state.tensors(leaf.path)
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The storages (`_cdata`) of these tensors or, of wrappers, of their parts."""
-    found = list(tensors)  # there may be tens of thousands, most of which are plain
-    if {*map(type, found)} <= PLAIN_TYPES and {*map(_LAYOUT, found)} <= {(torch.strided, False)}:
-        return {*map(operator.attrgetter("_cdata"), map(torch.Tensor.untyped_storage, found))}
-    return {part.untyped_storage()._cdata for each in found for _, part in plain_parts(each, "")}
+    tensors = list(tensors)  # there may be tens of thousands, most of which are plain
+    are_plain = {*map(type, tensors)} <= PLAIN_TYPES
+    if are_plain and {*map(_LAYOUT, tensors)} <= {_STRIDED}:
+        return {*map(_CDATA, map(torch.Tensor.untyped_storage, tensors))}
+    storages = set()
+    for tensor in tensors:
+        for _, part in plain_parts(tensor, ""):
+            storages.add(part.untyped_storage()._cdata)
+    return storages
+
+
+def _shares_storage(tensor: torch.Tensor, storages: set[int]) -> bool:
+    return bool(storages) and not storages.isdisjoint(_storages((tensor,)))
 
 
 def _refuse(name: str, objects: Sequence[object]) -> None:
     """Refuse an optimizer if it, or one inside it, keeps state where placement cannot find it or
     must not move it."""
     for obj in objects:
-        for reason in filter(None, asked("refuse_optimizer", obj)):
-            found = f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{reason[0]}"
-            supported = "the optimizers of torch.optim and their like, and wrappers that hold them"
-            raise refusal(found, supported, f"{reason[1]}, {TRACK}")
+        for problem, advice in filter(None, asked("refuse_optimizer", obj)):
+            raise refusal(
+                f"{name!r}: {type(obj).__module__}.{type(obj).__qualname__}{problem}",
+                "the optimizers of torch.optim and their like, and wrappers that hold them",
+                f"{advice}, {TRACK}",
+            )
 
 
 def _external(
     objects: Sequence[object], parameters: Sequence[torch.Tensor], compute_device: torch.device
 ) -> str | None:
     """The reason why a framework itself moves an optimizer's state; None if it does not."""
-    known = [
-        advised for each in answering("external_optimizers") for advised in each.external_optimizers
-    ]
+    frameworks = answering("external_optimizers")
     for obj in objects:
-        if (
-            reason := next((advised.advice for advised in known if advised.is_about(obj)), None)
-        ) is not None:
-            return reason
+        for framework in frameworks:
+            for advised in framework.external_optimizers:
+                if advised.is_about(obj):
+                    return advised.advice
     return next(filter(None, asked("places_state_of", parameters, compute_device)), None)
 
 
@@ -477,12 +493,12 @@ def main_parameters(
     # its `.grad` before the first step.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        found = [
-            (index, main, [(name, getattr(main, name, None)) for name in _GRADIENTS])
-            for index, main in enumerate(stepped)
-            if id(main) in models
-        ]
-    for index, main, gradients in found:
+        mains = []
+        for index, main in enumerate(stepped):
+            if id(main) in models:
+                gradients = [(name, getattr(main, name, None)) for name in _GRADIENTS]
+                mains.append((index, main, gradients))
+    for index, main, gradients in mains:
         yield from owned_parts(main, f"main.{index}")
         for name, gradient in gradients:
             if gradient is not None:
@@ -494,9 +510,12 @@ def gradients_of(
 ) -> dict[int, torch.Tensor]:
     """The gradients of modules' parameters (`grad` and `main_grad`), and optionally all other
     tensors in their attributes, by identity."""
-    found: list[Any] = []
-    for each in parameters:
-        found += (each.grad if is_leaf(each) else None, getattr(each, "main_grad", None))
-        if with_others and is_plain_type(type(each)):
-            found += (tensor for _, tensor in nested_tensors(vars(each), "", OBJECT_LEVELS))
-    return {id(each): each for each in found if isinstance(each, torch.Tensor)}
+    candidates: list[Any] = []
+    for parameter in parameters:
+        if is_leaf(parameter):
+            candidates.append(parameter.grad)
+        candidates.append(getattr(parameter, "main_grad", None))
+        if with_others and is_plain_type(type(parameter)):
+            for _, tensor in nested_tensors(vars(parameter), "", OBJECT_LEVELS):
+                candidates.append(tensor)
+    return {id(tensor): tensor for tensor in candidates if isinstance(tensor, torch.Tensor)}
