@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Model, Part, Path, Shown, apply, as_bytes, under
+from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, as_bytes, under
 from placement.checkpoint.writer import writer
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
@@ -46,6 +47,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
     It compares names, shapes and dtypes before anything is read. It takes from the checkpoint which
     state an optimizer had.
+
+    Example:
+        ::
+
+            parts = {"optimizer": placement.checkpoint.Optimizer(adam)}
+            torch.distributed.checkpoint.load(parts, checkpoint_id=path, planner=LoadPlanner())
     """
 
     def set_up_planner(
@@ -112,8 +119,8 @@ def async_save(
     only: Iterable[str | Handle] | None = None,
     process_group: Any = None,
 ) -> Future[None]:
-    """`save` in another thread. The saved values are those at the time of the call, whatever phases
-    and steps follow.
+    """`save` in another thread. The saved values are those at the time of the call; later phases
+    and steps do not change them.
 
     One write is not kept apart: an operation in place on a tensor of an offloaded handle's state
     dict goes into the host copy that the thread is reading. Wait for the future before it, or write
@@ -126,13 +133,13 @@ def async_save(
     memory.
 
     Saves of one process are written one after the other. With several ranks they use a gloo group
-    of their own. A process that exits writes first what it has begun.
+    of their own. A process that exits completes its saves first.
 
     Returns:
         A future that is done when this rank's files and the metadata are written. If that failed,
         `result()` raises CheckpointError. It cannot be cancelled: `cancel()` returns False. Its
-        callbacks run on a thread of their own. They may call everything, also wait for another
-        save; but a phase that another thread has open refuses what it refuses any other thread. On
+        callbacks run on a thread of their own. They may make any call, and wait for another save. A
+        phase that another thread has open refuses their calls as those of any other thread. On
         several ranks they must call nothing in which all ranks take part (`save`, `load`, phases of
         a group), because the ranks' callbacks have no common order.
 
@@ -142,36 +149,35 @@ def async_save(
     _require_manager(manager)
     with manager._stack.lock.transition():
         with _together(process_group):
-            for handle in _chosen(manager, only):
+            for handle in _selected(manager, only):
                 if handle.gathers is not None:
                     raise CheckpointError(
                         f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only="
                     )
         state = _collect(manager, only, process_group)
-        group = (
-            _gloo_group(dist.group.WORLD if process_group is None else process_group)
-            if dist.is_initialized()
-            else None
-        )
-        held = ExitStack()
+        group = None
+        if dist.is_initialized():
+            group = _gloo_group(dist.group.WORLD if process_group is None else process_group)
+        lent_copies = ExitStack()
+        frozen: dict[str, Any] = {}
 
         def write() -> None:
-            with held, _torch_errors(f"saving to {os.fspath(path)!r}"):
+            with lent_copies, _torch_errors(f"saving to {os.fspath(path)!r}"):
                 torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
 
         try:
-            # or the writers of the others would wait for this rank's, and their next offloads for
-            # them
+            # all ranks or none: else the writers of the other ranks would wait for this rank's, and
+            # their next offloads for them
             with _together(process_group):
-                for holding in filter(None, (manager.handles[name].holding for name in state)):
-                    holding.mirror()
-                    held.callback(holding.lend_host_copy().set)
-                frozen = {
-                    name: _frozen(manager.handles[name], values) for name, values in state.items()
-                }
+                for name, values in state.items():
+                    handle = manager.handles[name]
+                    if handle.holding is not None:
+                        handle.holding.mirror()
+                        lent_copies.callback(handle.holding.lend_host_copy().set)
+                    frozen[name] = _frozen(handle, values)
             return writer(os.getpid()).submit(write)
         except BaseException:
-            held.close()
+            lent_copies.close()
             raise
 
 
@@ -182,18 +188,18 @@ def load(
     only: Iterable[str | Handle] | None = None,
     process_group: Any = None,
 ) -> None:
-    """Load what `save` saved, on any number of ranks, in every state. The host copy of an offloaded
-    handle is written, and nothing moves.
+    """Load a checkpoint of `save`, on any number of ranks, in every state. The host copy of an
+    offloaded handle is written, and nothing moves.
 
-    But what only an object's own code can load (extra state, a state dict that shows copies, an
-    optimizer with a `load_state_dict` of its own) is loaded by that code, on the device, in a phase
-    `restore` that is opened for these handles.
+    Some values can be loaded only by an object's own code: extra state, a state dict that shows
+    copies, an optimizer with a `load_state_dict` of its own. That code runs on the device, in a
+    phase `restore` that is opened for these handles.
 
     On every rank everything is read into host memory and compared before the first value is
     written. A checkpoint that does not fit or cannot be read leaves every handle of every rank
-    unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same. What an
-    object's own code does is its own: where that raises, some of the object's values may be the
-    saved ones. Entries of the checkpoint that belong to other handles are ignored.
+    unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same. Where an
+    object's own code raises, some of its values may be the saved ones. Entries of the checkpoint
+    that belong to other handles are ignored.
 
     Args:
         only: the handles to load, or their names; None: every module and optimizer that is not
@@ -212,48 +218,48 @@ def load(
     _require_manager(manager)
     parts: dict[str, Part] = {}
     with manager._stack.lock.transition():
-        writer(os.getpid()).wait()  # what was saved so far may be what is loaded
-        with _together(process_group) as away:
+        writer(os.getpid()).wait()  # the checkpoint may be one of those that are being saved
+        with _together(process_group) as to_load_first:
             metadata = _metadata(path)
-            for handle in _chosen(manager, only):
-                if (
-                    handle.is_built
-                    or only is not None
-                    or any(True for _ in under(metadata, (handle.name,)))
-                ):
-                    part = parts[handle.name] = _part(handle)
-                    part.require_writable()
-                    if is_off(handle) and part.needs_device() is not None:
-                        away += [handle.name, *(owner.name for owner in handle.owners)]
-    with (
-        manager.phase("restore", only=dict.fromkeys(away)) if away else nullcontext(),
-        manager._stack.lock.transition(),
-    ):
+            for handle in _selected(manager, only):
+                is_wanted = handle.is_built or only is not None
+                if not is_wanted and not any(True for _ in under(metadata, (handle.name,))):
+                    continue
+                part = parts[handle.name] = _part(handle)
+                part.require_writable()
+                if is_off(handle) and part.needs_device() is not None:
+                    to_load_first += [handle.name, *(owner.name for owner in handle.owners)]
+    restore: AbstractContextManager[Any] = nullcontext()
+    if to_load_first:
+        restore = manager.phase("restore", only=dict.fromkeys(to_load_first))
+    with restore, manager._stack.lock.transition():
         with _together(process_group):
-            given: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+            values: dict[str, Any] = {}
+            for name, part in parts.items():
+                values[name] = part.state_dict()
         with _torch_errors(f"loading from {os.fspath(path)!r}", lambda: _truncated(path, metadata)):
             torch_load(
-                given,
+                values,
                 checkpoint_id=path,
                 planner=LoadPlanner(),
                 process_group=process_group,
                 no_dist=not dist.is_initialized(),
             )
+        changes: list[Change] = []
         with _together(process_group):
-            changes = [
-                change for name, part in parts.items() for change in part.prepare(given[name])
-            ]
+            for name, part in parts.items():
+                changes += part.prepare(values[name])
         apply(changes, _together(process_group))
 
 
-def _require_manager(given: object) -> None:
+def _require_manager(argument: object) -> None:
     # here, so that `placement.checkpoint` alone does not import it
     from placement.manager import Manager
 
-    if not isinstance(given, Manager):
-        name = getattr(given, "name", None)
+    if not isinstance(argument, Manager):
+        name = getattr(argument, "name", None)
         hint = f"; for one handle write only=[{name!r}]" if isinstance(name, str) else ""
-        raise TypeError(f"the first argument is the manager, not a {type(given).__name__}{hint}")
+        raise TypeError(f"the first argument is the manager, not a {type(argument).__name__}{hint}")
 
 
 def _part(handle: Handle) -> Part:
@@ -277,15 +283,15 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
         ) from error
 
 
-def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
+def _selected(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
     names = names_of(only)
     if names is not None:
         return [manager._stack.known(name) for name in dict.fromkeys(names)]
-    return [
-        handle
-        for handle in manager.handles.values()
-        if handle.kind in _PARTS and not handle.readonly
-    ]
+    handles = []
+    for handle in manager.handles.values():
+        if handle.kind in _PARTS and not handle.readonly:
+            handles.append(handle)
+    return handles
 
 
 def _collect(
@@ -293,27 +299,34 @@ def _collect(
 ) -> dict[str, Shown]:
     """The state dicts to save, by handle name. If one rank cannot give its own, every rank
     raises."""
-    found: dict[str, Shown] = {}
-    with _together(process_group) as facts:
-        for handle in _chosen(manager, only):
+    states: dict[str, Shown] = {}
+    with _together(process_group) as meshes:
+        for handle in _selected(manager, only):
             if handle.is_built or only is not None:
                 context = copy_context()
                 context.run(are_only_read.set, True)
-                found[handle.name] = context.run(_part(handle).state_dict)
-        facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
-    several = {
-        key
-        for each in facts
-        for key, ranks in each.items()
-        if any(other.get(key, ranks) != ranks for other in facts)
-    }
-    if several:
-        with _together(process_group) as facts:
-            facts.append(
-                {key: _shard(value) for key, value in _on_own_meshes(found) if key in several}
-            )
-        _refuse_experts(facts)
-    return found
+                states[handle.name] = context.run(_part(handle).state_dict)
+        meshes.append({key: _ranks(value) for key, value in _on_own_meshes(states)})
+    on_several = _on_several_meshes(meshes)
+    if on_several:
+        with _together(process_group) as shards:
+            own = dict(_on_own_meshes(states))
+            shards.append({key: _shard(own[key]) for key in own if key in on_several})
+        _refuse_experts(shards)
+    return states
+
+
+def _on_several_meshes(
+    meshes: Sequence[Mapping[str, tuple[int, ...]]],
+) -> set[str]:
+    """The tensors that ranks have on several meshes, from each rank's mesh of each tensor."""
+    first: dict[str, tuple[int, ...]] = {}
+    on_several: set[str] = set()
+    for of_rank in meshes:
+        for key, ranks in of_rank.items():
+            if first.setdefault(key, ranks) != ranks:
+                on_several.add(key)
+    return on_several
 
 
 @contextmanager
@@ -327,43 +340,43 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
     except Exception as raised:
         error = raised
     if dist.is_initialized():
-        told: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(
-            told, (None if error is None else _said(error), facts), group=process_group
-        )
+        own_report = None if error is None else _text_of(error), facts
+        reports: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(reports, own_report, group=process_group)
         if error is None:
-            for rank, (reason, _) in enumerate(told):
+            for rank, (reason, _) in enumerate(reports):
                 if reason is not None:
                     raise CheckpointError(f"rank {rank}: {reason}")
-        facts[:] = [fact for _, each in told for fact in each]
+        facts[:] = itertools.chain.from_iterable(of_rank for _, of_rank in reports)
     if error is not None:
         raise error
 
 
 @contextmanager
-def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
-    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. `find`
-    returns further details of a failure."""
+def _torch_errors(action: str, details: Callable[[], str] = str) -> Iterator[None]:
+    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. `details`
+    returns more of a failure."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        reasons = {rank: failure[0] for rank, failure in error.failures.items()}
-        first = next(
-            (reason for reason in reasons.values() if isinstance(reason, PlacementError)), None
-        )
-        detail = (
-            str(first)
-            if first is not None
-            else "; ".join(f"rank {rank}: {_said(reason)}" for rank, reason in reasons.items())
-        )
-        raise CheckpointError(f"{what} failed: {detail}{find()}") from error
+        raise CheckpointError(f"{action} failed: {_cause_of(error)}{details()}") from error
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{what} failed: {_said(error)}{find()}") from error
+        raise CheckpointError(f"{action} failed: {_text_of(error)}{details()}") from error
 
 
-def _said(error: BaseException) -> str:
+def _cause_of(error: CheckpointException) -> str:
+    """The first error of placement itself, else the errors of all ranks."""
+    reasons = []
+    for rank, (reason, *_) in error.failures.items():
+        if isinstance(reason, PlacementError):
+            return str(reason)
+        reasons.append(f"rank {rank}: {_text_of(reason)}")
+    return "; ".join(reasons)
+
+
+def _text_of(error: BaseException) -> str:
     """The text of an exception, or its type's name where the text is empty (unpickling a truncated
     file)."""
     return str(error).rstrip(".") or type(error).__name__
@@ -373,17 +386,17 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
     """Details about files of a checkpoint that are missing, or shorter than the metadata says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        if (name := getattr(info, "relative_path", None)) is not None:
+        name = getattr(info, "relative_path", None)
+        if name is not None:
             ends[name] = max(ends.get(name, 0), info.offset + info.length)
-    found = []
+    damaged = []
     for name, end in ends.items():
-        size = os.path.getsize(file) if os.path.exists(file := os.path.join(path, name)) else None
-        if size is None or size < end:
-            found.append(
-                f"{name} "
-                + ("is missing" if size is None else (f"ends after {size:,} of {end:,} bytes"))
-            )
-    return f". Damaged files: {', '.join(found)}" if found else ""
+        file = os.path.join(path, name)
+        if not os.path.exists(file):
+            damaged.append(f"{name} is missing")
+        elif os.path.getsize(file) < end:
+            damaged.append(f"{name} ends after {os.path.getsize(file):,} of {end:,} bytes")
+    return f". Damaged files: {', '.join(damaged)}" if damaged else ""
 
 
 def _frozen(handle: Handle, values: Shown) -> Any:
@@ -392,25 +405,21 @@ def _frozen(handle: Handle, values: Shown) -> Any:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def frozen(part: torch.Tensor) -> torch.Tensor:
-        shown = handle.storage.read_host(part, storages)
-        return part.detach().to("cpu", copy=True) if shown is None else shown
+        host_copy = handle.storage.read_host(part, storages)
+        return part.detach().to("cpu", copy=True) if host_copy is None else host_copy
 
-    return copy.deepcopy(
-        values,
-        {
-            id(tensor): rewrapped(tensor.detach(), frozen)
-            for _, tensor in nested_tensors(values, "")
-        },
-    )
+    copies: dict[int, Any] = {}
+    for _, tensor in nested_tensors(values, ""):
+        copies[id(tensor)] = rewrapped(tensor.detach(), frozen)
+    return copy.deepcopy(values, copies)
 
 
 @functools.cache
 def _gloo_group(process_group: Any) -> Any:
     """A gloo group of the same ranks, for the thread's collectives. The first call is
     collective."""
-    return dist.new_group(
-        dist.get_process_group_ranks(process_group), backend="gloo", use_local_synchronization=True
-    )
+    ranks = dist.get_process_group_ranks(process_group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 # --- tensors of one name on several device meshes
@@ -421,14 +430,22 @@ def _gloo_group(process_group: Any) -> Any:
 # mesh's values, and would lose experts. Only the values tell the cases apart.
 
 
-def _on_own_meshes(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+Shard = tuple[tuple[int, ...], str, bytes]
+"""A rank's shard, to compare with the shards of another mesh: the ranks of its mesh, its place in
+the mesh, and a digest."""
+
+
+def _on_own_meshes(
+    values: Mapping[str, Any],
+    prefix: str = "",
+) -> Iterator[tuple[str, Any]]:
     """The tensors that are not sharded over all ranks, by their paths in the checkpoint."""
-    for key, value in found.items():
+    for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _on_own_meshes(value, f"{prefix}{key}.")
-        elif (
-            mesh := getattr(value, "device_mesh", None)
-        ) is not None and mesh.size() < dist.get_world_size():
+            continue
+        mesh = getattr(value, "device_mesh", None)
+        if mesh is not None and mesh.size() < dist.get_world_size():
             yield f"{prefix}{key}", value
 
 
@@ -436,9 +453,7 @@ def _ranks(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.device_mesh.mesh.flatten().tolist())
 
 
-def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
-    """A rank's shard, to compare with the shards of another mesh: the ranks of its mesh, its place
-    in the mesh, and a digest."""
+def _shard(tensor: Any) -> Shard:
     digest = hashlib.blake2b(digest_size=16)
     for _, part in parts_of(tensor._local_tensor, ""):
         digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
@@ -448,16 +463,18 @@ def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
     return _ranks(tensor), place, digest.digest()
 
 
-def _refuse_experts(facts: Iterable[Mapping[str, tuple[tuple[int, ...], str, bytes]]]) -> None:
+def _refuse_experts(shards: Iterable[Mapping[str, Shard]]) -> None:
     """Raise CheckpointError unless every mesh of a tensor has the same bytes at the same places.
-    Gives the same result on every rank."""
-    found: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
-    for each in facts:
-        for key, (ranks, place, digest) in each.items():
-            found.setdefault(key, {}).setdefault(ranks, {})[place] = digest
-    for key, by_mesh in found.items():
-        (first, wanted), *others = by_mesh.items()
-        for ranks in (ranks for ranks, shards in others if shards != wanted):
+    Gives the same result on every rank. `shards`: those of each rank, by the tensor's path."""
+    digests: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
+    for of_rank in shards:
+        for key, (ranks, place, digest) in of_rank.items():
+            digests.setdefault(key, {}).setdefault(ranks, {})[place] = digest
+    for key, by_mesh in digests.items():
+        first = next(iter(by_mesh))
+        for ranks, by_place in by_mesh.items():
+            if by_place == by_mesh[first]:
+                continue
             raise CheckpointError(
                 f"{key} is sharded over ranks {first} and over {ranks}, with other values: "
                 "torch.distributed.checkpoint would write only one of them (experts split by "

@@ -37,7 +37,7 @@ from placement.checkpoint.parts import (
 )
 from placement.core.errors import CheckpointError
 from placement.core.modes import without_modes
-from placement.frameworks.base import own_state
+from placement.frameworks.base import OwnState, own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import is_born, parameters_of
 from placement.registration.guards import Guard
@@ -53,10 +53,17 @@ class _Named(NamedTuple):
     is_hollow: bool
 
     def parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = []
+        for group in self.optimizer.param_groups:
+            parameters += group["params"]
+        return parameters
+
+    def names_in(self, group: Mapping[str, Any]) -> list[str]:
+        return [self.names[id(parameter)] for parameter in group["params"]]
 
     def stepped(self) -> set[str]:
-        return {self.names[id(p)] for p in self.parameters()}
+        """The names of the parameters that it steps."""
+        return {self.names[id(parameter)] for parameter in self.parameters()}
 
 
 class Optimizer(Part):
@@ -76,21 +83,11 @@ class Optimizer(Part):
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
-            for optimizer, mine, _ in self._optimizers():
-                own = own_state(optimizer)
-                for owner, entry in (optimizer.state if own is None else own.exported()).items():
-                    if is_wrapper(owner) and len([*nested_tensors(entry, "", levels=1)]) > len(
-                        [*nested_tensors(entry, "")]
-                    ):
-                        raise CheckpointError(
-                            f"{self.handle.name!r}: the state of {mine.get(id(owner))!r} is "
-                            "sharded and has tensors in objects, which a checkpoint takes from one "
-                            "rank alone: save handle.state_dict() on each rank, and leave it out "
-                            "here with only="
-                        )
-                    # not the text of a tensor, which several can have
-                    unnamed = "" if isinstance(owner, torch.Tensor) else str(owner)
-                    name = mine.get(id(owner), unnamed)
+            for named in self._optimizers():
+                own = own_state(named.optimizer)
+                entries = named.optimizer.state if own is None else own.exported()
+                for owner, entry in entries.items():
+                    name = self._name_of_entry(named, owner, entry)
                     if not name or name in state:
                         raise CheckpointError(
                             f"{self.handle.name!r} has state under a key that has no name of its "
@@ -98,62 +95,77 @@ class Optimizer(Part):
                             "and leave it out here with only="
                         )
                     state[name] = mapped(entry, self._shown)
-                for group in optimizer.param_groups:
-                    settings = group if own is None else own.settings(group)
-                    groups.append(
-                        {key: value for key, value in settings.items() if key != "params"}
-                    )
-                    groups[-1]["params"] = [mine[id(parameter)] for parameter in group["params"]]
+                for group in named.optimizer.param_groups:
+                    settings = dict(group if own is None else own.settings(group))
+                    settings.pop("params", None)
+                    settings["params"] = named.names_in(group)
+                    groups.append(settings)
         for name, entry in state.items():
-            for value in entry.values() if isinstance(entry, Mapping) else ():
-                refuse_own_cuts(self.handle, name, value)
+            if isinstance(entry, Mapping):
+                for value in entry.values():
+                    refuse_own_cuts(self.handle, name, value)
         return Shown(self, {"state": state, "param_groups": groups})
 
+    def _name_of_entry(self, named: _Named, owner: Any, entry: Any) -> str:
+        """The name for an entry of the state; empty where it has none."""
+        if is_wrapper(owner):
+            num_tensors = len([*nested_tensors(entry, "")])
+            if len([*nested_tensors(entry, "", levels=1)]) > num_tensors:
+                raise CheckpointError(
+                    f"{self.handle.name!r}: the state of {named.names.get(id(owner))!r} is sharded "
+                    "and has tensors in objects, which a checkpoint takes from one rank alone: "
+                    "save handle.state_dict() on each rank, and leave it out here with only="
+                )
+        # not the text of a tensor, which several can have
+        unnamed = "" if isinstance(owner, torch.Tensor) else str(owner)
+        return named.names.get(id(owner), unnamed)
+
     def template(self, path: Path, metadata: Metadata) -> Read:
-        parameters = {
-            each.names[id(p)]: (each.optimizer, p)
-            for each in self._optimizers()
-            for p in each.parameters()
-        }
-        found: dict[str, Any] = {"state": {}, "param_groups": []}
-        for rest, saved in under(metadata, path):
-            if rest[0] not in found:
+        parameters = {}
+        for named in self._optimizers():
+            for parameter in named.parameters():
+                parameters[named.names[id(parameter)]] = named.optimizer, parameter
+        values: dict[str, Any] = {"state": {}, "param_groups": []}
+        for keys, saved in under(metadata, path):
+            if keys[0] not in values:
                 raise self._error(
-                    ".".join(map(str, rest)),
+                    ".".join(map(str, keys)),
                     "is in the checkpoint, but an optimizer has only 'state' and 'param_groups'",
                 )
-            if rest[0] == "state" and rest[1] in parameters:
-                optimizer, parameter = parameters[str(rest[1])]
-                value = self._read_into(rest, saved, parameter, optimizer.state.get(parameter, {}))
-            elif rest[0] == "state" and len(rest) > 2 and isinstance(saved, TensorStorageMetadata):
-                raise self._error(
-                    f"state of {rest[1]!r}",
-                    "is in the checkpoint, but the optimizer steps no parameter of that name",
-                )
+            is_state = keys[0] == "state"
+            if is_state and keys[1] in parameters:
+                value = self._read_into(keys, saved, *parameters[str(keys[1])])
             else:
                 value = fresh(saved)
-            set_element(found, rest, value)
-        if not found["param_groups"]:
+                if is_state and len(keys) > 2 and value is not None:
+                    raise self._error(
+                        f"state of {keys[1]!r}",
+                        "is in the checkpoint, but the optimizer steps no parameter of that name",
+                    )
+            set_element(values, keys, value)
+        if not values["param_groups"]:
             raise self._error(
                 "'param_groups'", f"is not in the checkpoint below {'.'.join(map(str, path))!r}"
             )
-        return Read(found)
+        return Read(values)
 
     def _read_into(
-        self, rest: Path, saved: Any, parameter: torch.Tensor, entry: Mapping[Any, Any]
+        self,
+        keys: Path,
+        saved: Any,
+        optimizer: Any,
+        parameter: torch.Tensor,
     ) -> Any:
         """New host memory for one value of a parameter's state; None for a value that is not a
         tensor."""
         if not isinstance(saved, TensorStorageMetadata):
             return None
-        live = entry.get(rest[2]) if len(rest) == 3 else None
+        entry = optimizer.state.get(parameter, {})
+        live = entry.get(keys[2]) if len(keys) == 3 else None
         if isinstance(live, torch.Tensor):
-            return self._saved_like(f"state of {rest[1]!r}: {rest[2]!r}", live, saved)
-        # sharded like its parameter
-        if (
-            is_a(parameter, "torch.distributed.tensor", "DTensor")
-            and saved.size == parameter.size()
-        ):
+            return self._saved_like(f"state of {keys[1]!r}: {keys[2]!r}", live, saved)
+        is_sharded = is_a(parameter, "torch.distributed.tensor", "DTensor")
+        if is_sharded and saved.size == parameter.size():
             like = torch.empty_like(parameter, dtype=saved.properties.dtype, device="meta")
             return rewrapped(like, lambda part: torch.empty_like(part, device="cpu"))
         return fresh(saved)
@@ -167,140 +179,163 @@ class Optimizer(Part):
                     return f"{type(optimizer).__name__} may keep some state on the CPU on purpose"
         return None
 
-    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
+    def prepare(self, values: Mapping[str, Any]) -> list[Change]:
         self.require_writable()
         self._require_resident()
         optimizers = self._optimizers()
-        has_state = any(is_born(leaf.optimizer) for leaf in self._adapter().leaves())
-        if isinstance(given, Shown) and given.part is self and not given["state"] and not has_state:
+        is_own = isinstance(values, Shown) and values.part is self
+        if is_own and not values["state"] and not self._has_state():
             raise self._error(
                 "its state",
                 "does not exist yet: load with planner=placement.checkpoint.LoadPlanner(), which "
                 "takes it from the checkpoint",
             )
-        groups = self._groups(given, optimizers)
-        steps = {name for each in optimizers for name in each.stepped()}
-        for name, entry in given["state"].items():
-            if (
-                isinstance(entry, Mapping)
-                and name not in steps
-                and any(isinstance(value, torch.Tensor) for value in entry.values())
-            ):
+        saved_groups = self._groups(values, optimizers)
+        all_stepped: set[str] = set()
+        for named in optimizers:
+            all_stepped |= named.stepped()
+        self._refuse_unstepped(values["state"], all_stepped)
+        changes: list[Change] = []
+        for named in optimizers:
+            state = dict(values["state"])
+            for name in all_stepped - named.stepped():
+                state.pop(name, None)
+            groups = []
+            for group in named.optimizer.param_groups:
+                names = named.names_in(group)
+                groups.append(saved_groups[names[0]] if names else {})
+            own = own_state(named.optimizer)
+            if own is not None:
+                changes.append(self._framework_load(named, own, state, groups))
+            elif not named.is_hollow and _loads_itself(named.optimizer):
+                changes.append(self._own_load(named, state, groups))
+            else:
+                is_ours = isinstance(values, Read)
+                changes.append(self._state_change(named, state, groups, is_ours=is_ours))
+        return changes
+
+    def _has_state(self) -> bool:
+        return any(is_born(optimizer) for optimizer in self._adapter().optimizers())
+
+    def _refuse_unstepped(self, state: Mapping[str, Any], stepped: set[str]) -> None:
+        """Raise for state with tensors under a name that is no stepped parameter's."""
+        for name, entry in state.items():
+            if name in stepped or not isinstance(entry, Mapping):
+                continue
+            if any(isinstance(value, torch.Tensor) for value in entry.values()):
                 raise self._error(
                     f"state of {name!r}", "belongs to a parameter that the optimizer does not step"
                 )
-        changes: list[Change] = []
-        for each in optimizers:
-            optimizer, mine, is_hollow = each
-            theirs = steps - each.stepped()
-            state = {name: entry for name, entry in given["state"].items() if name not in theirs}
-            saved = [
-                groups[mine[id(group["params"][0])]] if group["params"] else {}
-                for group in optimizer.param_groups
-            ]
-            if (own := own_state(optimizer)) is not None:
-                entries = {p: state.get(mine[id(p)], {}) for p in each.parameters()}
-                for parameter, problem in own.problems(entries):
-                    raise self._error(f"state of {mine[id(parameter)]!r}", problem)
-                changes.append(write(self.handle, (), partial(own.restore, entries, saved)))
-            elif not is_hollow and _loads_itself(optimizer):
-                changes.append(self._own_load(each, state, saved))
-            else:
-                changes.append(
-                    self._state_change(each, state, saved, is_ours=isinstance(given, Read))
-                )
-        return changes
+
+    def _framework_load(
+        self,
+        named: _Named,
+        own: OwnState,
+        state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> Change:
+        """A change by a framework that keeps the state in a form of its own."""
+        entries = {}
+        for parameter in named.parameters():
+            entries[parameter] = state.get(named.names[id(parameter)], {})
+        for parameter, problem in own.problems(entries):
+            raise self._error(f"state of {named.names[id(parameter)]!r}", problem)
+        return write(self.handle, (), partial(own.restore, entries, groups))
 
     def _own_load(
-        self, named: _Named, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+        self,
+        named: _Named,
+        state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
     ) -> Change:
         """A change by the optimizer's own `load_state_dict`, which numbers parameters as torch
         does."""
-        optimizer, names, _ = named
+        optimizer = named.optimizer
         numbers: dict[str, int] = {}
-        packed = []
+        numbered_groups = []
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            mine = [names[id(parameter)] for parameter in group["params"]]
-            packed.append(
-                settings_of(saved)
-                | {"params": [numbers.setdefault(name, len(numbers)) for name in mine]}
-            )
+            settings = settings_of(saved)
+            settings["params"] = [
+                numbers.setdefault(name, len(numbers)) for name in named.names_in(group)
+            ]
+            numbered_groups.append(settings)
 
         def load() -> None:
             # the optimizer may keep these very tensors
-            copied = mapped(given, lambda tensor: tensor.detach().clone())
-            optimizer.load_state_dict(
-                {
-                    "state": {numbers.get(name, name): entry for name, entry in copied.items()},
-                    "param_groups": packed,
-                }
-            )
+            copied = mapped(state, lambda tensor: tensor.detach().clone())
+            numbered = {numbers.get(name, name): entry for name, entry in copied.items()}
+            optimizer.load_state_dict({"state": numbered, "param_groups": numbered_groups})
 
         return load_by_itself(self.handle, load)
 
     def _state_change(
         self,
         named: _Named,
-        given: Mapping[str, Any],
+        state: Mapping[str, Any],
         groups: Sequence[Mapping[str, Any]],
         *,
         is_ours: bool,
     ) -> Change:
-        optimizer, names, _ = named
+        optimizer = named.optimizer
         copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        entries: dict[Any, dict[Any, Any]] = {}
+        entries: dict[Any, Any] = {}
         for parameter in named.parameters():
-            name = names[id(parameter)]
+            name = named.names[id(parameter)]
             live: Mapping[Any, Any] = optimizer.state.get(parameter, {})
             keys = {str(key): key for key in live}
-            entry = {
-                keys.get(str(key), key): value for key, value in (given.get(name) or {}).items()
-            }
-            for key, value in entry.items():
-                if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-                    what = f"state of {name!r}: {key!r}"
-                    self._check(what, live[key], value)
-                    copies.append((what, self._shown(live[key]), value))
-                    entry[key] = live[key]
+            entry = {}
+            for saved_key, value in (state.get(name) or {}).items():
+                key = keys.get(str(saved_key), saved_key)
+                present = live.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+                    label = f"state of {name!r}: {key!r}"
+                    self._require_writable_by(label, present, value)
+                    copies.append((label, self._shown(present), value))
+                    entry[key] = present
+                else:
+                    entry[key] = value
             if entry:
                 entries[parameter] = entry
         # entries that belong to no parameter
-        known = {str(key): key for key in optimizer.state if id(key) not in names}
-        others = {
-            known.get(key, key): value
-            for key, value in given.items()
-            if key not in set(names.values())
-        }
+        nameless = [key for key in optimizer.state if id(key) not in named.names]
+        own_keys = {str(key): key for key in nameless}
+        names = set(named.names.values())
+        for name, value in state.items():
+            if name not in names:
+                entries[own_keys.get(name, name)] = value
         self._require_one_value(copies)
-        return replace_state(
-            self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours
-        )
+        return replace_state(self.handle, copies, optimizer, entries, groups, is_ours=is_ours)
 
     def _groups(
-        self, given: Mapping[str, Any], optimizers: Sequence[_Named]
+        self, values: Mapping[str, Any], optimizers: Sequence[_Named]
     ) -> dict[str, Mapping[str, Any]]:
-        if not {"state", "param_groups"} <= set(given):
+        """The saved group of each parameter, by its name. Raises unless they fit these
+        optimizers."""
+        if not {"state", "param_groups"} <= set(values):
             raise self._error(
                 "a state dict of an optimizer",
-                f"must have 'state' and 'param_groups', but this one has {some(given)}",
+                f"must have 'state' and 'param_groups', but this one has {some(values)}",
             )
-        saved = {name: group for group in given["param_groups"] for name in group["params"]}
-        for optimizer, named, _ in optimizers:
-            for group in optimizer.param_groups:
-                mine = [named[id(parameter)] for parameter in group["params"]]
-                missing = [name for name in mine if name not in saved]
+        saved: dict[str, Mapping[str, Any]] = {}
+        for saved_group in values["param_groups"]:
+            saved.update(dict.fromkeys(saved_group["params"], saved_group))
+        extra = set(saved)
+        for named in optimizers:
+            extra.difference_update(named.names.values())
+            for group in named.optimizer.param_groups:
+                names = named.names_in(group)
+                missing = [name for name in names if name not in saved]
                 if missing:
                     raise self._error(
                         f"parameter {missing[0]!r}",
                         f"was in no group of the saved optimizer ({len(missing)} are missing)",
                     )
-                settings = {id(saved[name]): settings_of(saved[name]) for name in mine}
-                if not all(same(*pair) for pair in itertools.pairwise(settings.values())):
+                settings = {id(saved[name]): settings_of(saved[name]) for name in names}
+                if not all(itertools.starmap(same, itertools.pairwise(settings.values()))):
                     raise self._error(
-                        f"the group of {mine[0]!r}",
+                        f"the group of {names[0]!r}",
                         "was saved as several groups with different settings",
                     )
-        extra = set(saved) - {name for each in optimizers for name in each.names.values()}
         if extra:
             raise self._error(
                 f"parameter {min(extra)!r}",
@@ -312,16 +347,12 @@ class Optimizer(Part):
         """The state dict that torch makes, for a framework that gathers flat parameters for it."""
         owners = [owner.object for owner in self.handle.owners]
         if len(owners) != 1 or not self._adapter().state_is_all_born():
-            what = (
-                "several modules"
-                if len(owners) > 1
-                else "no module"
-                if not owners
-                else ("parameters whose state is not born yet")
-            )
+            stepped = "parameters whose state is not born yet"
+            if len(owners) != 1:
+                stepped = "several modules" if owners else "no module"
             raise CheckpointError(
-                f"{self.handle.name!r} steps {what}, but {self.handle.gathers}: leave it out with "
-                "only="
+                f"{self.handle.name!r} steps {stepped}, but {self.handle.gathers}: leave it out "
+                "with only="
             )
         try:
             return Shown(self, get_optimizer_state_dict(owners[0], optimizer))
@@ -337,11 +368,8 @@ class Optimizer(Part):
         return adapter
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor.detach()
-            if (holding := self.handle.holding) is None
-            else holding.hand_out(tensor)
-        )
+        storage = self.handle.holding
+        return tensor.detach() if storage is None else storage.hand_out(tensor)
 
     def _names(self) -> dict[int, str]:
         """The names of all parameters of the stepped modules, by the parameter's id. With several
@@ -349,12 +377,14 @@ class Optimizer(Part):
         names: dict[int, str] = {}
         owners = self.handle.owners
         for owner in owners:
-            if (adapter := owner.modules_adapter) is None or (module := adapter.root()) is None:
+            adapter = owner.modules_adapter
+            module = None if adapter is None else adapter.root()
+            if adapter is None or module is None:
                 continue
             prefix = f"{owner.name}." if len(owners) > 1 else ""
-            for name, parameter in adapter.named_parameters():
-                (found,) = _get_fqns(module, name)  # without the prefixes of wrappers
-                names.setdefault(id(parameter), prefix + found)
+            for path, parameter in adapter.named_parameters():
+                (name,) = _get_fqns(module, path)  # without the prefixes of wrappers
+                names.setdefault(id(parameter), prefix + name)
         return names
 
     def _optimizers(self) -> list[_Named]:
@@ -362,43 +392,41 @@ class Optimizer(Part):
         step one parameter (a wrapper with slow weights): to all but the first it has a name that
         begins with theirs."""
         names = self._names()
-        found: list[_Named] = []
+        optimizers: list[_Named] = []
         taken: set[str] = set()
         for leaf in self._adapter().leaves():
-            stepped = parameters_of([leaf])
-            unnamed = [each for each in stepped if id(each) not in names]
+            stepped = [*map(id, parameters_of([leaf]))]
+            unnamed = [identity for identity in stepped if identity not in names]
             if not unnamed:
                 prefix = f"{leaf.path}{type(leaf.optimizer).__name__}."
-                mine = {
-                    id(each): f"{prefix * (names[id(each)] in taken)}{names[id(each)]}"
-                    for each in stepped
-                }
-                found.append(_Named(leaf.optimizer, {**names, **mine}, leaf.is_hollow))
-                taken.update(names[key] for key in mine)
+                own_names = dict(names)
+                for identity in stepped:
+                    if names[identity] in taken:
+                        own_names[identity] = prefix + names[identity]
+                optimizers.append(_Named(leaf.optimizer, own_names, leaf.is_hollow))
+                taken.update(names[identity] for identity in stepped)
             elif self.handle.external_reason is None and not leaf.is_hollow:
                 raise CheckpointError(
                     f"{self.handle.name!r} steps {len(unnamed)} tensors that are not parameters of "
                     "its modules: save it with its framework's checkpoint or as "
                     "handle.state_dict(), and leave it out here with only="
                 )
-        if not found:
+        if not optimizers:
             raise CheckpointError(
                 f"{self.handle.name!r} steps no parameter with a name; save it with its "
                 "framework's checkpoint"
             )
-        return found
+        return optimizers
 
 
 def _loads_itself(optimizer: Any) -> bool:
     """Whether loading an optimizer is more than torch's own loading: it overrides the method, or
     has hooks that are not placement's."""
-    if (
-        getattr(type(optimizer), "load_state_dict", None)
-        is not torch.optim.Optimizer.load_state_dict
-    ):
+    load_state_dict = getattr(type(optimizer), "load_state_dict", None)
+    if load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return True
-    kinds = (
-        getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {})
-        for when in ("pre", "post")
-    )
-    return any(not isinstance(hook, Guard) for hooks in kinds for hook in hooks.values())
+    for name in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        hooks = getattr(optimizer, name, {})
+        if not all(isinstance(hook, Guard) for hook in hooks.values()):
+            return True
+    return False

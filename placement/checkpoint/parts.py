@@ -113,11 +113,11 @@ class Part(abc.ABC):
         loaded in every state."""
 
     @abc.abstractmethod
-    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
+    def prepare(self, values: Mapping[str, Any]) -> list[Change]:
         """Check values that are to replace the handle's. Changes nothing. Raises the errors of
         `load_state_dict`."""
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Replace the handle's values where they are now, in the host copy while it is offloaded.
         Nothing moves.
 
@@ -129,7 +129,7 @@ class Part(abc.ABC):
             PhaseError, BrokenHandleError: the handle must not be written now.
         """
         with without_modes(), torch.inference_mode(False):
-            apply(self.prepare(given))
+            apply(self.prepare(values))
 
     def require_writable(self) -> None:
         handle = self.handle
@@ -156,70 +156,74 @@ class Part(abc.ABC):
     def _object(self) -> Any:
         handle = self.handle
         if handle.object is None:
-            gone = "its object was garbage-collected" if handle.is_gone else "it is not built yet"
-            raise NotResidentError(f"{handle.name!r} has no state to save or load: {gone}")
+            reason = "it is not built yet"
+            if handle.is_gone:
+                reason = "its object was garbage-collected"
+            raise NotResidentError(f"{handle.name!r} has no state to save or load: {reason}")
         lost = handle.broken or handle.storage.lost
         if lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
-        if handle.gathers is not None and any(is_off(each) for each in (handle, *handle.owners)):
+        if handle.gathers is not None and any(map(is_off, (handle, *handle.owners))):
             advice = "save it inside manager.phase('checkpoint'), or leave it out with only="
             raise CheckpointError(f"{handle.name!r}: {handle.gathers}: {advice}")
         return handle.object
 
     def _require_resident(self) -> None:
-        if is_off(self.handle) and (why := self.needs_device()) is not None:
+        reason = self.needs_device() if is_off(self.handle) else None
+        if reason is not None:
             raise NotResidentError(
-                f"{self.handle.name!r}: {why}, so it can be loaded only inside a phase that has it "
-                "on the device, such as manager.phase('restore')"
+                f"{self.handle.name!r}: {reason}, so it can be loaded only inside a phase that has "
+                "it on the device, such as manager.phase('restore')"
             )
 
-    def _error(self, key: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.handle.name!r}: {key} {what}. The handle was not changed.")
+    def _error(self, key: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.handle.name!r}: {key} {problem}. The handle was not changed."
+        )
 
-    def _fits(
-        self, key: str, live: torch.Tensor, size: torch.Size, dtype: torch.dtype, where: str
+    def _require_same(
+        self,
+        key: str,
+        live: torch.Tensor,
+        size: torch.Size,
+        dtype: torch.dtype,
+        source: str,
     ) -> None:
-        for what, here, there in (
-            ("shape", tuple(live.shape), tuple(size)),
-            ("dtype", live.dtype, dtype),
-        ):
-            if here != there:
-                raise self._error(key, f"has {what} {there} in the {where}, but {here} here")
+        """Raise unless a tensor of this size and dtype in the `source` fits the tensor `live`."""
+        if tuple(live.shape) != tuple(size):
+            raise self._error(
+                key, f"has shape {tuple(size)} in the {source}, but {tuple(live.shape)} here"
+            )
+        if live.dtype != dtype:
+            raise self._error(key, f"has dtype {dtype} in the {source}, but {live.dtype} here")
 
-    def _check(self, key: str, live: torch.Tensor, new: Any) -> None:
+    def _require_writable_by(self, key: str, live: torch.Tensor, new: Any) -> None:
         """Raise unless the tensor `new` can be copied over the tensor `live`."""
         if not isinstance(new, torch.Tensor):
             raise self._error(
                 key, f"is a {type(new).__name__} in the state dict, but a tensor here"
             )
-        self._fits(key, live, new.shape, new.dtype, "state dict")
+        self._require_same(key, live, new.shape, new.dtype, "state dict")
         if form(live) != form(new):
             raise self._error(key, "is sharded otherwise in the state dict than here")
         for _, part in parts_of(live, ""):
-            if any(
-                size > 1 and stride == 0
-                for size, stride in zip(part.size(), part.stride(), strict=True)
-            ):
+            if _is_expanded(part):
                 raise self._error(
                     key, "has several elements at one address (expand), so it cannot be written"
                 )
 
     def _require_one_value(self, copies: Copies) -> None:
         """Raise unless tensors that lie in the same memory (tied weights) get the same bytes."""
-        parts = sorted(
-            (
-                (target, source, name)
-                for name, live, new in copies
-                for (_, target), (_, source) in zip(
-                    parts_of(live, ""), parts_of(new, ""), strict=True
-                )
-                if has_bytes(target)
-            ),
-            key=lambda part: part[0].data_ptr(),
-        )
+        parts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        for name, live, new in copies:
+            for target, source in _pairs(live, new):
+                if has_bytes(target):
+                    parts.append((target, source, name))
+        parts.sort(key=lambda part: part[0].data_ptr())
+        # those that reach beyond the beginning of the next
         open_parts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         for target, source, name in parts:
-            open_parts = [each for each in open_parts if _end_of(each[0]) > target.data_ptr()]
+            open_parts = [part for part in open_parts if _end_of(part[0]) > target.data_ptr()]
             for other, others_source, others_name in open_parts:
                 if not _agree(other, others_source, target, source):
                     raise self._error(
@@ -233,7 +237,7 @@ class Part(abc.ABC):
         calls no collective."""
         if not isinstance(saved, TensorStorageMetadata):
             raise self._error(key, "is not a tensor in the checkpoint, but is one here")
-        self._fits(key, live, saved.size, saved.properties.dtype, "checkpoint")
+        self._require_same(key, live, saved.size, saved.properties.dtype, "checkpoint")
         with torch.no_grad():
             return rewrapped(live.detach(), lambda part: torch.empty_like(part, device="cpu"))
 
@@ -249,93 +253,89 @@ class Model(Part):
         module = self._object()
         with without_modes(), torch.inference_mode(False):
             try:
-                found = get_model_state_dict(module)
+                values = get_model_state_dict(module)
             except (AssertionError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
                     f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its "
                     "handle.state_dict(), or use its framework"
                 ) from error
-        for name, value in found.items():
+        for name, value in values.items():
             refuse_own_cuts(self.handle, name, value)
-        return Shown(self, found)
+        return Shown(self, values)
 
     def template(self, path: Path, metadata: Metadata) -> Read:
         live = self.state_dict()
-        found: dict[str, Any] = {}
-        for rest, saved in under(metadata, path):
-            key = str(rest[0])
-            if key not in live:
+        values: dict[str, Any] = {}
+        for keys, saved in under(metadata, path):
+            name = str(keys[0])
+            if name not in live:
                 raise self._error(
-                    ".".join(map(str, rest)),
+                    ".".join(map(str, keys)),
                     "is in the checkpoint, but the module has no such parameter or buffer",
                 )
-            if _is_extra(key):  # may have any shape, and may be flattened into several entries
-                set_element(found, rest, fresh(saved))
+            if _is_extra(name):  # may have any shape, and may be flattened into several entries
+                set_element(values, keys, fresh(saved))
             else:
-                found[key] = self._saved_like(key, live[key], saved)
-        for key in live:
-            if key not in found and not _is_extra(key):
+                values[name] = self._saved_like(name, live[name], saved)
+        for name in live:
+            if name not in values and not _is_extra(name):
+                part = ".".join(map(str, path))
                 raise self._error(
-                    key,
-                    f"is not in the checkpoint, which has {some(found)} for "
-                    f"{'.'.join(map(str, path))!r}",
+                    name, f"is not in the checkpoint, which has {some(values)} for {part!r}"
                 )
-        return Read(found)
+        return Read(values)
 
-    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
+    def prepare(self, values: Mapping[str, Any]) -> list[Change]:
         self.require_writable()
         live = self.state_dict()
-        for key, value in live.items():
-            if not _is_extra(key):
-                if key not in given:
-                    raise self._error(key, "is missing")
-                self._check(key, value, given[key])
-        for key in given:
-            if key not in live:
-                raise self._error(key, "is not a parameter or buffer of the module")
-        copies = [(key, value, given[key]) for key, value in live.items() if not _is_extra(key)]
+        copies = []
+        for name, tensor in live.items():
+            if not _is_extra(name):
+                if name not in values:
+                    raise self._error(name, "is missing")
+                self._require_writable_by(name, tensor, values[name])
+                copies.append((name, tensor, values[name]))
+        for name in values:
+            if name not in live:
+                raise self._error(name, "is not a parameter or buffer of the module")
         self._require_one_value(copies)
         self._require_resident()
         if self.needs_device() is None:
             return [write(self.handle, copies)]
         options = StateDictOptions(strict=False)
-        return [
-            load_by_itself(
-                self.handle,
-                lambda: set_model_state_dict(self.handle.object, dict(given), options=options),
-            )
-        ]
+
+        def load() -> None:
+            set_model_state_dict(self.handle.object, dict(values), options=options)
+
+        return [load_by_itself(self.handle, load)]
 
     def needs_device(self) -> str | None:
-        shown = self.state_dict()
-        if extra := {key: None for key in shown if _is_extra(key)}:
+        values = self.state_dict()
+        extra = {name: None for name in values if _is_extra(name)}
+        if extra:
             return f"only the module itself can load its extra state ({some(extra)})"
-        return (
-            None
-            if self._is_own(shown)
-            else ("its state dict shows copies (a hook, an overridden state_dict())")
-        )
+        if not self._is_own(values):
+            return "its state dict shows copies (a hook, an overridden state_dict())"
+        return None
 
-    def _is_own(self, shown: Mapping[str, Any]) -> bool:
+    def _is_own(self, values: Mapping[str, Any]) -> bool:
         """Whether the tensors of a state dict are the handle's own memory, so that writing to them
         counts."""
         assert self.handle.adapter is not None
         module: torch.nn.Module = self.handle.object
         moved = (owned.tensor for owned in self.handle.adapter.owned() if not owned.transient)
-        # some stay on the CPU on purpose
-        tensors = itertools.chain(moved, module.parameters(), module.buffers())
-        addresses = {
-            part.untyped_storage().data_ptr()
-            for tensor in tensors
-            for _, part in parts_of(tensor, "")
-        }
-        parts = (part for value in shown.values() for _, part in parts_of(value, ""))
-        return all(
-            part.numel() == 0
-            or part.untyped_storage().data_ptr() in addresses
-            or self.handle.storage.has_place(part)
-            for part in parts
-        )
+        addresses: set[int] = set()
+        # some parameters stay on the CPU on purpose
+        for tensor in itertools.chain(moved, module.parameters(), module.buffers()):
+            for _, part in parts_of(tensor, ""):
+                addresses.add(part.untyped_storage().data_ptr())
+        for value in values.values():
+            for _, part in parts_of(value, ""):
+                if part.numel() == 0 or part.untyped_storage().data_ptr() in addresses:
+                    continue
+                if not self.handle.storage.has_place(part):
+                    return False
+        return True
 
 
 def _is_extra(key: str) -> bool:
@@ -344,29 +344,31 @@ def _is_extra(key: str) -> bool:
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata."""
+    """The checkpoint's entries below a path: each entry's path from there, and its metadata."""
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):
         raise CheckpointError(
             "the checkpoint was written without flatten_state_dict, so its entries cannot be "
             "matched with handles"
         )
-    for key, found in paths.items():
-        if tuple(found[: len(path)]) == path:
-            yield tuple(found[len(path) :]), metadata.state_dict_metadata[key]
+    for key, keys in paths.items():
+        if tuple(keys[: len(path)]) == path:
+            yield tuple(keys[len(path) :]), metadata.state_dict_metadata[key]
 
 
 def fresh(saved: Any) -> torch.Tensor | None:
     """New host memory for a saved tensor; None for another value."""
-    return (
-        torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        if isinstance(saved, TensorStorageMetadata)
-        else None
-    )
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
 def some(names: Mapping[str, Any]) -> str:
-    return ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
+    """The first names of many, for a message."""
+    if not names:
+        return "nothing"
+    more = ", ..." if len(names) > 4 else ""
+    return ", ".join([*names][:4]) + more
 
 
 def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
@@ -398,16 +400,21 @@ def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None 
 
 
 @contextmanager
-def write(handle: Handle, copies: Copies, also: Callable[[], None] | None = None) -> Iterator[None]:
-    """A change of tensors in place. `also` loads what is no tensor, after them."""
+def write(
+    handle: Handle,
+    copies: Copies,
+    load_settings: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """A change of tensors in place. `load_settings` loads the values that are no tensors, after
+    them."""
     handle.storage.wait_for_readers()
     yield
     for _, live, new in copies:
-        for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
+        for target, source in _pairs(live, new):
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
-    if also is not None:
-        also()
+    if load_settings is not None:
+        load_settings()
     handle.storage.note_written()
     handle.note_loaded()
 
@@ -420,12 +427,10 @@ def load_by_itself(handle: Handle, load: Callable[[], object]) -> Iterator[None]
     try:
         load()
     except Exception as error:
-        what = (
-            f"{handle.name!r} was being loaded by its own code, which raised "
-            f"{type(error).__name__}: {error}"
-        )
         raise CheckpointError(
-            f"{what}. Some of its values may be the saved ones: load it anew"
+            f"{handle.name!r} was being loaded by its own code, which raised "
+            f"{type(error).__name__}: {error}. Some of its values may be the saved ones: load it "
+            "anew"
         ) from error
     yield
 
@@ -443,17 +448,16 @@ def replace_state(
     """A change of an optimizer's state that keeps its keys and tensors, places new state, and
     removes entries that were not saved. `entries` has the live tensors where those stay. With
     `is_ours` the new tensors, which nothing else uses, may become the state."""
-    state, before = optimizer.state, dict(optimizer.state)
-    settings = {
-        id(p): saved
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
-        for p in group["params"]
-    }
+    state = optimizer.state
+    before = dict(state)
+    settings: dict[int, Mapping[str, Any]] = {}
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        settings.update({id(parameter): saved for parameter in group["params"]})
     with write(handle, copies, lambda: _take_settings(optimizer, groups)):
-        placed = {
-            key: _placed(handle, optimizer, key, entry, settings.get(id(key), {}), is_ours)
-            for key, entry in entries.items()
-        }
+        placed = {}
+        for key, entry in entries.items():
+            group_settings = settings.get(id(key), {})
+            placed[key] = _placed(handle, optimizer, key, entry, group_settings, is_ours)
         try:
             state.clear()
             state.update(placed)
@@ -477,34 +481,35 @@ def _placed(
     which adopts them from there."""
     if not isinstance(parameter, torch.Tensor) or not isinstance(entry, Mapping):
         return entry
-    live = {id(each) for each in optimizer.state.get(parameter, {}).values()}
-    adapter, off, host = handle.adapter, is_off(handle), torch.device("cpu")
+    live = set(map(id, optimizer.state.get(parameter, {}).values()))
+    adapter = handle.adapter
     assert isinstance(adapter, OptimizerAdapter)
+    goes_to_host = is_off(handle)
 
     def place(key: Any, value: Any) -> Any:
-        home = (
-            host
-            if adapter.is_counter(optimizer, str(key), settings, value)
-            else local_device(parameter)
-        )
+        is_counter = adapter.is_counter(optimizer, str(key), settings, value)
+        home = torch.device("cpu") if is_counter else local_device(parameter)
 
         def to_home(part: torch.Tensor) -> torch.Tensor:
-            return part.to(host if off and part.numel() else home, copy=not is_ours)
+            device = torch.device("cpu") if goes_to_host and part.numel() else home
+            return part.to(device, copy=not is_ours)
 
         return mapped(value, lambda tensor: rewrapped(tensor, to_home))
 
-    return {key: value if id(value) in live else place(key, value) for key, value in entry.items()}
+    placed = dict(entry)
+    for key, value in entry.items():
+        if id(value) not in live:
+            placed[key] = place(key, value)
+    return placed
 
 
 def _take_settings(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in settings_of(saved).items():
-            if (
-                isinstance(group.get(key), torch.Tensor)
-                and isinstance(value, torch.Tensor)
-                and group[key].shape == value.shape
-            ):
-                group[key].copy_(value)  # a CUDA graph may hold this tensor
+            present = group.get(key)
+            are_tensors = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
+            if are_tensors and present.shape == value.shape:
+                present.copy_(value)  # a CUDA graph may hold this tensor
             else:
                 group[key] = copy.deepcopy(value)
 
@@ -515,65 +520,87 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def same(one: Any, other: Any) -> bool:
+def same(setting: Any, other: Any) -> bool:
     """Whether two settings are equal, tensors and numbers bit by bit. Their text may be shortened,
     and NaN is not equal to itself."""
-    if one is other:
+    if setting is other:
         return True
-    if type(one) is not type(other):
+    if type(setting) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        parts = zip(parts_of(one, ""), parts_of(other, ""), strict=False)
-        return form(one) == form(other) and all(
-            torch.equal(as_bytes(mine), as_bytes(theirs)) for (_, mine), (_, theirs) in parts
-        )
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, SEQUENCES):
-        return len(one) == len(other) and all(map(same, one, other))
-    if next(nested_tensors(one, "", levels=OBJECT_LEVELS), None) is not None:
-        return same(fields_of(one), fields_of(other))
+    if isinstance(setting, torch.Tensor):
+        if form(setting) != form(other):
+            return False
+        pairs = _pairs(setting, other)
+        return all(torch.equal(as_bytes(part), as_bytes(twin)) for part, twin in pairs)
+    if isinstance(setting, Mapping):
+        if setting.keys() != other.keys():
+            return False
+        return all(same(setting[key], other[key]) for key in setting)
+    if isinstance(setting, SEQUENCES):
+        return len(setting) == len(other) and all(map(same, setting, other))
+    if next(nested_tensors(setting, "", levels=OBJECT_LEVELS), None) is not None:
+        return same(fields_of(setting), fields_of(other))
     try:
-        return pickle.dumps(one) == pickle.dumps(other)
+        return pickle.dumps(setting) == pickle.dumps(other)
     except (pickle.PicklingError, AttributeError, TypeError):  # a function inside another one
         return False
 
 
+def _pairs(
+    tensor: torch.Tensor, other: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The plain parts of two tensors of the same form."""
+    named_parts = zip(parts_of(tensor, ""), parts_of(other, ""), strict=True)
+    for (_, part), (_, others_part) in named_parts:
+        yield part, others_part
+
+
 def as_bytes(part: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor's elements, in order, on the host."""
-    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    elements = part.detach().cpu().contiguous().reshape(-1)
+    return elements.view(torch.uint8)
+
+
+def _is_expanded(part: torch.Tensor) -> bool:
+    dimensions = zip(part.size(), part.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def _end_of(part: torch.Tensor) -> int:
     """The address behind a tensor's last element."""
-    steps = ((size - 1) * stride for size, stride in zip(part.size(), part.stride(), strict=True))
-    return part.data_ptr() + (sum(steps) + 1) * part.element_size()
+    last_element = 0
+    for size, stride in zip(part.size(), part.stride(), strict=True):
+        last_element += (size - 1) * stride
+    return part.data_ptr() + (last_element + 1) * part.element_size()
 
 
 def _agree(
-    one: torch.Tensor, value: torch.Tensor, other: torch.Tensor, others_value: torch.Tensor
+    tensor: torch.Tensor,
+    value: torch.Tensor,
+    other: torch.Tensor,
+    others_value: torch.Tensor,
 ) -> bool:
     """Whether two tensors, whose memory may overlap, can both have their values."""
-    if (one.data_ptr(), form(one), one.stride()) == (other.data_ptr(), form(other), other.stride()):
+    is_same_place = tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
+    if is_same_place and form(tensor) == form(other):
         return torch.equal(as_bytes(value), as_bytes(others_value))
-    # write both into memory that overlaps in the same way, and look whether the first stays
-    start = min(one.data_ptr(), other.data_ptr())
+    # write both into memory that overlaps in the same way, and see whether the first stays
+    start = min(tensor.data_ptr(), other.data_ptr())
     start -= start % _ALIGNMENT
-    scratch = torch.empty(
-        max(_end_of(one), _end_of(other)) - start, dtype=torch.uint8, device="cpu"
-    ).untyped_storage()
-    first, second = (
-        torch.empty(0, dtype=part.dtype, device="cpu").set_(
-            scratch,
-            (part.data_ptr() - start) // part.element_size(),
-            part.size(),
-            part.stride(),
-        )
-        for part in (one, other)
-    )
+    nbytes = max(_end_of(tensor), _end_of(other)) - start
+    scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    first = _view_like(tensor, scratch, start)
+    second = _view_like(other, scratch, start)
     first.copy_(value)
     second.copy_(others_value)
     return torch.equal(as_bytes(first), as_bytes(value))
+
+
+def _view_like(part: torch.Tensor, scratch: torch.UntypedStorage, start: int) -> torch.Tensor:
+    """A tensor in `scratch`, which stands for the memory from `start`, at the place of `part`."""
+    offset = (part.data_ptr() - start) // part.element_size()
+    view = torch.empty(0, dtype=part.dtype, device="cpu")
+    return view.set_(scratch, offset, part.size(), part.stride())
 
 
 def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
@@ -581,20 +608,22 @@ def form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def mapped(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    is_inside: bool = False,
 ) -> Any:
     """A copy of nested containers, with `change` applied to every tensor in them, and in attributes
     of objects in them. A tensor in an object (`is_inside`) is copied to memory of its own: the
-    object is saved as a whole, with all that its tensors' storages hold. Objects inside that one
-    are left as they are."""
+    object is saved as a whole, with all bytes of its tensors' storages. Objects inside that one are
+    left as they are."""
     if isinstance(value, torch.Tensor):
-        return rewrapped(change(value), torch.clone) if is_inside else change(value)
+        changed = change(value)
+        return rewrapped(changed, torch.clone) if is_inside else changed
     if isinstance(value, Mapping):
-        return {key: mapped(each, change, is_inside=is_inside) for key, each in value.items()}
+        return {key: mapped(entry, change, is_inside=is_inside) for key, entry in value.items()}
     if isinstance(value, SEQUENCES):
-        return with_parts(value, (mapped(each, change, is_inside=is_inside) for each in value))
-    return (
-        value
-        if is_inside
-        else with_fields(value, lambda each: mapped(each, change, is_inside=True))
-    )
+        return with_parts(value, (mapped(entry, change, is_inside=is_inside) for entry in value))
+    if is_inside:
+        return value
+    return with_fields(value, lambda field: mapped(field, change, is_inside=True))

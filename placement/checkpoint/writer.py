@@ -14,7 +14,7 @@ from placement.core.interrupts import BackgroundThread
 from placement.core.journal import logger
 
 _T = TypeVar("_T")
-_GLANCE_SECONDS = 0.05  # how often a wait looks for an interrupt
+_CHECK_SECONDS = 0.05  # the time between two checks of a wait for an interrupt
 
 
 class _Job(BackgroundThread):
@@ -23,8 +23,9 @@ class _Job(BackgroundThread):
 
     def __init__(self, call: Callable[[], Any], turn: threading.Event) -> None:
         super().__init__("placement-checkpoint", self._take_turn)
-        self.daemon = False  # what is queued is written before the process exits
-        self._call, self._turn = call, turn
+        self.daemon = False  # queued jobs are done before the process exits
+        self._call = call
+        self._turn = turn
         self.end = threading.Event()
         self.future: Future[Any] = Future()
         # No rank can cancel alone, because the others would wait for it.
@@ -56,7 +57,13 @@ class Writer(Executor):
         self._last_end = threading.Event()
         self._last_end.set()
 
-    def submit(self, call: Callable[..., _T], /, *args: Any, **keywords: Any) -> Future[_T]:
+    def submit(
+        self,
+        call: Callable[..., _T],
+        /,
+        *args: Any,
+        **keywords: Any,
+    ) -> Future[_T]:
         """Run a call after all earlier ones. The future cannot be cancelled. Raises
         CheckpointError: the process is exiting."""
         if not threading.main_thread().is_alive():
@@ -71,7 +78,7 @@ class Writer(Executor):
 
     def wait(self) -> None:
         """Wait until every call so far has ended."""
-        while not self._last_end.wait(_GLANCE_SECONDS):
+        while not self._last_end.wait(_CHECK_SECONDS):
             interrupts.check()
 
 

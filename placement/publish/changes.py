@@ -4,9 +4,11 @@ The values of that version are in the host copy, where they were left when the m
 after it had been published, or when training began again (`Published.keep`). So no second snapshot
 is kept: of each publication only the fingerprints of its pages are, 8 bytes a page. Where they are
 those of the host copy, it has the values that were published, and is compared with the device, bit
-by bit in the published dtype. Where they are not, because the model was trained and offloaded since
-then, or the host copy was written, a weight is published whole. So it is where more would be sent
-otherwise, and where a weight is computed from several (merged adapters, converted names).
+by bit in the published dtype.
+
+A weight is published whole where the fingerprints differ, because the model was trained and
+offloaded since then, or the host copy was written. The same holds where the change would be larger
+than the weight, and for a weight that is computed from several (merged adapters, converted names).
 
 The old values come to the device bucket by bucket while those before them are compared
 (`ReadAhead`). Pages that have not changed at all are known by their fingerprints, and do not come.
@@ -24,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from placement.frameworks.weights import LocalWeight, Part, Reader, Weight
-from placement.publish.ahead import ReadAhead, plainly
+from placement.publish.ahead import ReadAhead, Wanted, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
@@ -70,19 +72,29 @@ class WeightChange:
                 f"{self.name!r} is {self.values.dtype} of shape {self.shape}, not {full.dtype} of "
                 f"shape {tuple(full.shape)}"
             )
-        mine = full.detach()
-        for dim, (start, length) in enumerate(zip(self.offset, self.part, strict=True)):
-            mine = mine.narrow(dim, start, length)
+        part = full.detach()
+        for dim, start in enumerate(self.offset):
+            part = part.narrow(dim, start, self.part[dim])
         flat = values = self.values.to(full.device)
         if self.positions is not None:
-            flat = mine.contiguous().view(-1)
-            bits_of(flat)[self.positions.to(full.device, torch.int64)] = bits_of(values)
-        if flat.data_ptr() != mine.data_ptr():
-            mine.copy_(flat.view(self.part))
+            flat = part.contiguous().view(-1)
+            positions = self.positions.to(full.device, torch.int64)
+            bits_of(flat)[positions] = bits_of(values)
+        if flat.data_ptr() != part.data_ptr():
+            part.copy_(flat.view(self.part))
 
 
 class Changes(list[WeightChange]):
-    """A bucket of changes. Valid until the next iteration."""
+    """A bucket of changes. Valid until the next iteration.
+
+    Example:
+        ::
+
+            for changes in actor.weight_changes(since=version):
+                for change in changes:
+                    change.write_into(receiver[change.name])
+                version = changes.version
+    """
 
     def __init__(self, base: int | None, version: int) -> None:
         super().__init__()
@@ -92,7 +104,7 @@ class Changes(list[WeightChange]):
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self)
+        return sum(change.nbytes for change in self)
 
 
 class PublishedAs(NamedTuple):
@@ -117,13 +129,29 @@ class Published:
     prints: Mapping[Range, torch.Tensor]  # fingerprints of the pages of each range, on the CPU
 
     def keep(self, storage: ManagedStorage) -> None:
-        """Copy to the host copy what it lacks of this version, before training changes the values,
-        where no offload has done so already. Waits for the copies."""
-        if not all(
-            r.pages.prints is not None and r.pages.prints.cpu().equal(prints)
-            for r, prints in self.prints.items()
-        ):
-            storage.mirror()
+        """Bring the host copy to this version, before training changes the values, where no offload
+        has done so already. Waits for the copies."""
+        for r, prints in self.prints.items():
+            if r.pages.prints is None or not r.pages.prints.cpu().equal(prints):
+                storage.mirror()
+                return
+
+
+class Basis(enum.Enum):
+    """Where the values are that the receivers have of a weight."""
+
+    PRESENT = enum.auto()  # they are the present ones
+    HOST_COPY = enum.auto()  # in the host copy, which is compared with the device
+    NOWHERE = enum.auto()  # the weight is published whole
+
+
+class _Planned(NamedTuple):
+    """How one weight is published this time."""
+
+    weight: Weight
+    form: PublishedAs
+    part: Part | None
+    basis: Basis
 
 
 class Publication:
@@ -138,54 +166,37 @@ class Publication:
         last: Published | None,
     ) -> None:
         self._storage = storage
-        self._weights = weights
-        self._parts = [weight.part() for _, weight, _ in weights]
-        forms = [
-            _form(storage, name, weight, dtype, part)
-            for (name, weight, dtype), part in zip(weights, self._parts, strict=True)
-        ]
-        found = {
-            r: _prints(storage, r)
-            for r in storage.ranges
-            if not r.transient and r.moving_in is None
-        }
-        self.published = Published(
-            time.time_ns(), forms, {r: prints for r, prints in found.items() if prints is not None}
-        )
+        parts = [weight.part() for _, weight, _ in weights]
+        forms = []
+        for (name, weight, dtype), part in zip(weights, parts, strict=True):
+            forms.append(_form(storage, name, weight, dtype, part))
+        self.published = Published(time.time_ns(), forms, _all_prints(storage))
         self._last = last if last is not None and last.forms == forms else None
-        self._bases = [
-            self._basis(form, part) for form, part in zip(forms, self._parts, strict=True)
-        ]
+        self._planned: list[_Planned] = []
+        for index, (_, weight, _) in enumerate(weights):
+            form, part = forms[index], parts[index]
+            basis = self._basis(form, part)
+            self._planned.append(_Planned(weight, form, part, basis))
 
     def buckets(self, device: torch.device, bucket_bytes: int) -> Iterator[Changes]:
         """The changes in buckets of at most `bucket_bytes`, or of one larger change. Once all
         were read, the receivers have `published`."""
-        base = (
-            None
-            if self._last is None or all(basis is Basis.NOWHERE for basis in self._bases)
-            else self._last.version
-        )
+        needs_base = any(planned.basis is not Basis.NOWHERE for planned in self._planned)
+        base = self._last.version if needs_base and self._last is not None else None
         old = Reader(device, self._storage.read_host)
         new = Reader(device, None if self._storage.on_device else self._storage.read_host)
-        waiting = deque(
-            zip(self._weights, self.published.forms, self._parts, self._bases, strict=True)
-        )
-        compared = [
-            part.tensor
-            for _, _, part, basis in waiting
-            if part is not None and basis is Basis.HOST_COPY
-        ]
-        ahead = ReadAhead(old, [(LocalWeight(each), each.dtype) for each in compared], bucket_bytes)
+        ahead = ReadAhead(old, self._compared(), bucket_bytes)
         bucket = Changes(base, self.published.version)
+        waiting = deque(self._planned)
         try:
             while waiting:
-                (_, weight, _), form, part, basis = waiting.popleft()
+                planned = waiting.popleft()
                 with plainly():
-                    if basis is Basis.HOST_COPY:
+                    if planned.basis is Basis.HOST_COPY:
                         ahead.fetch()
-                    change = self._change(form, weight, part, basis, old, new)
-                    if part is not None and basis is Basis.HOST_COPY:
-                        ahead.used(part.tensor.nbytes)
+                    change = _change(planned, old, new)
+                    if planned.part is not None and planned.basis is Basis.HOST_COPY:
+                        ahead.used(planned.part.tensor.nbytes)
                 if bucket and bucket.nbytes + change.nbytes > bucket_bytes:
                     yield bucket
                     bucket.clear()
@@ -194,13 +205,22 @@ class Publication:
             yield bucket
         except GeneratorExit:
             # ranks that go on wait for this one's part
-            for (_, weight, dtype), _, part, _ in waiting:
-                if part is None and weight.is_collective:
+            for planned in waiting:
+                if planned.part is None and planned.weight.is_collective:
                     with plainly():
-                        weight.whole(new, dtype)
+                        planned.weight.whole(new, planned.form.dtype)
             raise
         finally:
             ahead.end()
+
+    def _compared(self) -> list[Wanted]:
+        """The parts of weights whose old values are in the host copy, as weights to read ahead."""
+        compared: list[Wanted] = []
+        for planned in self._planned:
+            if planned.part is not None and planned.basis is Basis.HOST_COPY:
+                tensor = planned.part.tensor
+                compared.append((LocalWeight(tensor), tensor.dtype))
+        return compared
 
     def _basis(self, form: PublishedAs, part: Part | None) -> Basis:
         if self._last is None or part is None or form.place is None:
@@ -208,55 +228,50 @@ class Publication:
         r, start = form.place
         if r.is_shown or r not in self._last.prints or r not in self.published.prints:
             return Basis.NOWHERE
-        size = r.chunk_sizes[0]
-        last_element = sum(
-            stride * max(0, count - 1)
-            for stride, count in zip(part.tensor.stride(), part.tensor.shape, strict=True)
-        )
-        pages = slice(start // size, (start + last_element * part.tensor.itemsize) // size + 1)
-        last, now = self._last.prints[r][pages], self.published.prints[r][pages]
-        if now.equal(last):
+        pages = _pages_of(part.tensor, r, start)
+        last_prints = self._last.prints[r][pages]
+        if self.published.prints[r][pages].equal(last_prints):
             return Basis.PRESENT
-        host = r.pages.prints if self._storage.on_device else None
-        if host is not None and host.cpu()[pages].equal(last):
+        host_prints = r.pages.prints if self._storage.on_device else None
+        if host_prints is not None and host_prints.cpu()[pages].equal(last_prints):
             return Basis.HOST_COPY
         return Basis.NOWHERE
 
-    def _change(
-        self,
-        form: PublishedAs,
-        weight: Weight,
-        part: Part | None,
-        basis: Basis,
-        old: Reader,
-        new: Reader,
-    ) -> WeightChange:
-        shape, dtype = tuple(weight.shape), form.dtype
-        if part is None:
-            return WeightChange(
-                form.name, shape, (0,) * len(shape), shape, None, weight.whole(new, dtype)
-            )
-        if basis is Basis.PRESENT:
-            positions = torch.empty(0, dtype=torch.int32, device=new.device)
-            values = torch.empty(0, dtype=dtype, device=new.device)
-            return WeightChange(form.name, shape, part.offset, form.part, positions, values)
-        values = new.read(part.tensor, dtype).contiguous().view(-1)
-        if basis is Basis.HOST_COPY:
-            before = old.read(part.tensor, weight.dtype).to(dtype).contiguous().view(-1)
-            found = (bits_of(values) != bits_of(before)).nonzero().view(-1)
-            positions = found.to(torch.int32) if values.numel() < 1 << 31 else found
-            if positions.nbytes + found.numel() * dtype.itemsize < values.nbytes:
-                changed = bits_of(values)[found].view(dtype)
-                return WeightChange(form.name, shape, part.offset, form.part, positions, changed)
-        return WeightChange(form.name, shape, part.offset, form.part, None, values)
+
+def _pages_of(tensor: torch.Tensor, r: Range, start: int) -> slice:
+    """The pages of a range in which a tensor lies that begins at byte `start` there."""
+    page_bytes = r.chunk_sizes[0]
+    last_element = 0
+    for stride, count in zip(tensor.stride(), tensor.shape, strict=True):
+        last_element += stride * max(0, count - 1)
+    end = start + last_element * tensor.itemsize
+    return slice(start // page_bytes, end // page_bytes + 1)
 
 
-class Basis(enum.Enum):
-    """Where the values are that the receivers have of a weight."""
-
-    PRESENT = enum.auto()  # they are the present ones
-    HOST_COPY = enum.auto()  # in the host copy, which is compared with the device
-    NOWHERE = enum.auto()  # the weight is published whole
+def _change(planned: _Planned, old: Reader, new: Reader) -> WeightChange:
+    """The change of one weight, its new values read by `new`, those of the receivers by `old`."""
+    weight, form, part, basis = planned
+    shape = tuple(weight.shape)
+    dtype = form.dtype
+    if part is None:
+        value = weight.whole(new, dtype)
+        return WeightChange(form.name, shape, (0,) * len(shape), shape, None, value)
+    positions: torch.Tensor | None = None
+    if basis is Basis.PRESENT:
+        positions = torch.empty(0, dtype=torch.int32, device=new.device)
+        values = torch.empty(0, dtype=dtype, device=new.device)
+        return WeightChange(form.name, shape, part.offset, form.part, positions, values)
+    values = new.read(part.tensor, dtype).contiguous().view(-1)
+    if basis is Basis.HOST_COPY:
+        before = old.read(part.tensor, weight.dtype).to(dtype)
+        before = before.contiguous().view(-1)
+        changed = (bits_of(values) != bits_of(before)).nonzero().view(-1)
+        positions = changed.to(torch.int32) if values.numel() < 1 << 31 else changed
+        if positions.nbytes + changed.numel() * dtype.itemsize < values.nbytes:
+            values = bits_of(values)[changed].view(dtype)
+        else:
+            positions = None
+    return WeightChange(form.name, shape, part.offset, form.part, positions, values)
 
 
 def _form(
@@ -264,13 +279,25 @@ def _form(
 ) -> PublishedAs:
     if part is None:
         return PublishedAs(name, dtype, None, tuple(weight.shape), None)
-    found = storage.object_ranges.find(part.tensor) if isinstance(storage, ManagedStorage) else None
-    place = (
-        None
-        if found is None
-        else (found[0], found[1] + int(part.tensor.storage_offset()) * part.tensor.itemsize)
-    )
-    return PublishedAs(name, dtype, part.offset, tuple(part.tensor.shape), place)
+    tensor = part.tensor
+    place = None
+    if isinstance(storage, ManagedStorage):
+        place = storage.object_ranges.find(tensor)
+    if place is not None:
+        r, start = place
+        place = r, start + int(tensor.storage_offset()) * tensor.itemsize
+    return PublishedAs(name, dtype, part.offset, tuple(tensor.shape), place)
+
+
+def _all_prints(storage: Storage) -> dict[Range, torch.Tensor]:
+    """The fingerprints of the pages of each range, on the CPU, as far as they are valid."""
+    all_prints = {}
+    for r in storage.ranges:
+        if not r.transient and r.moving_in is None:
+            prints = _prints(storage, r)
+            if prints is not None:
+                all_prints[r] = prints
+    return all_prints
 
 
 def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
@@ -278,5 +305,6 @@ def _prints(storage: Storage, r: Range) -> torch.Tensor | None:
     known."""
     if isinstance(storage, ManagedStorage) and storage.on_device:
         return r.fingerprint(0, len(r.chunk_sizes)).cpu()
-    # whoever was shown the host copy may have written there
-    return None if r.pages.prints is None or r.is_shown else r.pages.prints.cpu()
+    if r.pages.prints is None or r.is_shown:  # a holder of the shown tensors may write there
+        return None
+    return r.pages.prints.cpu()

@@ -36,13 +36,12 @@ def has_adapters(module: object) -> bool:
 
 
 def _is_model(module: object) -> bool:
-    return is_a(module, "peft.peft_model", "PeftModel") or is_a(
-        module, "peft.mixed_model", "PeftMixedModel"
-    )
+    is_mixed = is_a(module, "peft.mixed_model", "PeftMixedModel")
+    return is_mixed or is_a(module, "peft.peft_model", "PeftModel")
 
 
 def _is_around(module: object) -> bool:
-    return any(is_a(module, f"peft.tuners.{place}", name) for place, name in _AROUND)
+    return any(is_a(module, f"peft.tuners.{path}", name) for path, name in _AROUND)
 
 
 def _is_saved(module: object) -> bool:
@@ -56,11 +55,12 @@ def _layers(module: Any) -> list[Any]:
     first, or a wrapper's."""
     if _is_layer(module):
         return [module, *_layers(module._modules.get("base_layer"))]
-    return (
-        [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)]
-        if _is_saved(module)
-        else []
-    )
+    layers = []
+    if _is_saved(module):
+        for name, part in module.named_modules():
+            if name.count(".") <= 1 and _is_layer(part):
+                layers.append(part)
+    return layers
 
 
 def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
@@ -105,7 +105,8 @@ class Unload:
         module = self._without_models(module)
         if id(module) not in self._visited:
             plain = self._without_layer(module)
-            self._visited[id(module)] = self._visited[id(plain)] = plain
+            self._visited[id(module)] = plain
+            self._visited[id(plain)] = plain
             for name, child in plain._modules.items():
                 if child is not None:
                     plain._modules[name] = self.of(child)
@@ -114,54 +115,58 @@ class Unload:
     def merged(self) -> dict[int, Weight]:
         """The weights into which adapters are merged, by the keys of their placeholders."""
         merges: dict[tuple[int, ...], _Merge] = {}
-        found: dict[int, Weight] = {}
+        weights: dict[int, Weight] = {}
         for key, adapted in self._adapted.items():
             layers = [layer for layer, _ in adapted]  # several for a tied weight
-            merge = merges.setdefault(tuple(map(id, layers)), _Merge(self._skeleton.shown, layers))
-            found[key] = MergedWeight(self._skeleton.weights[key], merge, adapted[-1][1])
-        return found
+            identities = tuple(map(id, layers))
+            if identities not in merges:
+                merges[identities] = _Merge(self._skeleton.shown, layers)
+            _, name = adapted[-1]
+            base = self._skeleton.weights[key]
+            weights[key] = MergedWeight(base, merges[identities], name)
+        return weights
 
     def _without_models(self, module: torch.nn.Module) -> torch.nn.Module:
         part: Any = module
         while True:
             if _is_model(part):
-                prompts = [
-                    each
-                    for each in part.peft_config.values()
-                    if each.is_prompt_learning or each.peft_type == "ADAPTION_PROMPT"
-                ]
-                if self._adapters == "merged" and prompts:
-                    raise ValueError(
-                        "adapters='merged': learned prompts cannot be merged into weights; publish "
-                        "adapters='base'"
-                    )
+                if self._adapters == "merged":
+                    _refuse_prompts(part)
                 part = part._modules["base_model"]
             elif _is_around(part):
-                # the first in X-LoRA
-                part = part._modules["lora_model" if "lora_model" in part._modules else "model"]
+                is_xlora = "lora_model" in part._modules
+                part = part._modules["lora_model" if is_xlora else "model"]
             else:
-                found: torch.nn.Module = part
-                return found
+                return part  # type: ignore[no-any-return]
 
     def _without_layer(self, module: Any) -> torch.nn.Module:
         layers = _layers(module)
         if self._adapters == "base":
-            if merged := [name for layer in layers for name in layer.merged_adapters]:
-                raise ValueError(
-                    f"adapters='base': {merged[0]!r} is merged into the base weights; call "
-                    "unmerge_adapter() first"
-                )
+            for layer in layers:
+                for name in layer.merged_adapters:
+                    raise ValueError(
+                        f"adapters='base': {name!r} is merged into the base weights; call "
+                        "unmerge_adapter() first"
+                    )
             plain = module.original_module if _is_saved(module) else module
             return _unloaded(plain, merge=False) if _is_layer(plain) else plain
         if not layers and not _is_saved(module):
-            found: torch.nn.Module = module
-            return found
+            return module  # type: ignore[no-any-return]
         base = _unloaded(module, merge=False)
         if layers:
             original = self._skeleton.originals[id(module)]
             for name, place in torch.nn.Module.named_parameters(base):
                 self._adapted.setdefault(key_of(place), []).append((original, name))
         return base
+
+
+def _refuse_prompts(model: Any) -> None:
+    for config in model.peft_config.values():
+        if config.is_prompt_learning or config.peft_type == "ADAPTION_PROMPT":
+            raise ValueError(
+                "adapters='merged': learned prompts cannot be merged into weights; publish "
+                "adapters='base'"
+            )
 
 
 class _WholeCopier(Copier):
@@ -178,16 +183,16 @@ class _WholeCopier(Copier):
         return self._whole[id(weight)]
 
     def attribute(self, value: Any) -> Any:
-        """Copy containers, too, because PEFT notes in them what was merged. Tensors and modules in
-        them are copied like the layer's."""
+        """Copy containers, too, because PEFT notes the merged adapters in them. Tensors and modules
+        in them are copied like the layer's."""
         if isinstance(value, torch.Tensor):
             return self.stand_in(self.shown.weight(value))
         if isinstance(value, torch.nn.Module):
             return self.copy(value)
         if type(value) in (list, tuple, set):
-            return type(value)(self.attribute(each) for each in value)
+            return type(value)(map(self.attribute, value))
         if type(value) is dict:
-            return {key: self.attribute(each) for key, each in value.items()}
+            return {key: self.attribute(entry) for key, entry in value.items()}
         return value
 
 
@@ -201,29 +206,33 @@ class _Merge(Computation):
         self.wanted: list[str] = []  # names of the parameters to publish from the merged layer
 
     def inputs(self) -> Iterator[Weight]:
-        for part in (part for layer in self.layers for part in layer.modules()):
-            yield from (weight for _, weight in self.shown.parameters(part) if weight is not None)
+        for layer in self.layers:
+            for part in layer.modules():
+                for _, weight in self.shown.parameters(part):
+                    if weight is not None:
+                        yield weight
 
     def results(self, reader: Reader) -> dict[str, torch.Tensor]:
         copier = _WholeCopier(self.shown, reader)
         for copy in [copier.copy(layer) for layer in self.layers]:
-            # If the user has merged the adapters, the base weights contain them already.
-            is_merged = all(
-                set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy)
-            )
             try:
-                base = _unloaded(copy, merge=not is_merged)
+                base = _unloaded(copy, merge=not _is_merged(copy))
             except NotImplementedError as error:
                 kind = type(copy).__module__
                 raise ValueError(
                     f"adapters='merged': PEFT cannot merge {kind}; publish adapters='separate' or "
                     "'base'"
                 ) from error
-        return {
-            name: parameter.data
-            for name, parameter in base.named_parameters()
-            if name in self.wanted
-        }
+        named = dict(base.named_parameters())
+        return {name: named[name].data for name in self.wanted if name in named}
+
+
+def _is_merged(module: Any) -> bool:
+    """Whether the user has merged the adapters, so that the base weights contain them already."""
+    for layer in _layers(module):
+        if not set(layer.active_adapters) <= set(layer.merged_adapters):
+            return False
+    return True
 
 
 class MergedWeight(ComputedWeight):
@@ -243,57 +252,71 @@ class MergedWeight(ComputedWeight):
         return super().problem
 
 
-def separate(skeleton: Skeleton, root: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def separate(
+    skeleton: Skeleton,
+    root: torch.nn.Module,
+) -> list[tuple[str, torch.Tensor]]:
     """Name and placeholder of each weight of the active adapter, under the names with which PEFT
     saves and loads them. `root` is the root as the skeleton has copied it. ValueError: there is no
     adapter, several are active, or PEFT saves a computed value instead of a weight."""
-    model: Any = next(
-        (part for part in root.modules() if isinstance(getattr(part, "peft_config", None), dict)),
-        None,
-    )
-    if model is None:
-        raise ValueError(
-            "adapters='separate' publishes the adapters of a PEFT model, but this module has none; "
-            "publish adapters='merged'"
-        )
-    parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
-    active = dict.fromkeys(name for part in parts for name in part.active_adapters)
-    # a name in a PEFT model, a method in one of transformers
-    one = getattr(model, "active_adapter", None)
-    active = active or dict.fromkeys([one] if isinstance(one, str) else model.peft_config)
-    if len(active) != 1:
-        names = ", ".join(active)
-        raise ValueError(
-            f"adapters='separate' publishes one active adapter, but {len(active)} are active "
-            f"({names}): call set_adapter()"
-        )
-    name = next(iter(active))
+    model = _model_with_adapters(root)
+    name = _active_adapter(model)
     config = shallow(model.peft_config[name])  # PEFT changes it on saving
-    if config.is_prompt_learning and [
-        each for each, _ in model.prompt_encoder[name].named_parameters()
-    ] == ["embedding.weight"]:
-        config.inference_mode = True  # the prompt is a weight, which PEFT then takes as it is
+    if config.is_prompt_learning:
+        parameters = dict(model.prompt_encoder[name].named_parameters())
+        if [*parameters] == ["embedding.weight"]:
+            config.inference_mode = True  # the prompt is a weight, which PEFT then takes as it is
     model.peft_config = {**model.peft_config, name: config}
     export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
+    saved: dict[str, torch.Tensor] = {}
+    computed: list[str] = []
     try:
         # Embeddings of the base model are not part of the adapter, and PEFT would look for them on
         # a model hub.
-        found = export(
+        saved = export(
             model,
             state_dict=dict(named_places(model)),
             adapter_name=name,
             save_embedding_layers=False,
         )
-        computed = next(
-            (saved for saved, place in found.items() if key_of(place) not in skeleton.weights), None
-        )
+        for saved_name, place in saved.items():
+            if key_of(place) not in skeleton.weights:
+                computed.append(saved_name)
     except (NotImplementedError, RuntimeError):  # placeholders have no values
-        computed = "all of it"
-    if computed is not None:
+        computed = ["all of it"]
+    if computed:
         raise ValueError(
             f"adapters='separate': PEFT computes what it saves of {name!r} "
-            f"({config.peft_type.value}: {computed}), so it is not a weight; publish "
+            f"({config.peft_type.value}: {computed[0]}), so it is not a weight; publish "
             "adapters='merged', or for prompts send what get_peft_model_state_dict() returns in a "
             "phase that loads the model"
         )
-    return list(found.items())
+    return list(saved.items())
+
+
+def _model_with_adapters(root: torch.nn.Module) -> Any:
+    for part in root.modules():
+        if isinstance(getattr(part, "peft_config", None), dict):
+            return part
+    raise ValueError(
+        "adapters='separate' publishes the adapters of a PEFT model, but this module has none; "
+        "publish adapters='merged'"
+    )
+
+
+def _active_adapter(model: Any) -> str:
+    """The name of the one active adapter. ValueError: several are active."""
+    active: dict[str, None] = {}
+    for part in model.modules():
+        if _is_layer(part) or _is_saved(part):
+            active.update(dict.fromkeys(part.active_adapters))
+    if not active:  # prompts have no layers
+        # a name in a PEFT model, a method in a model of transformers
+        name = getattr(model, "active_adapter", None)
+        active = dict.fromkeys([name] if isinstance(name, str) else model.peft_config)
+    if len(active) != 1:
+        raise ValueError(
+            f"adapters='separate' publishes one active adapter, but {len(active)} are active "
+            f"({', '.join(active)}): call set_adapter()"
+        )
+    return next(iter(active))

@@ -45,38 +45,40 @@ class Copier(abc.ABC):
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy: torch.nn.Module = object.__new__(type(module))
-        fields, own = vars(copy), vars(module)
+        fields = vars(copy)
         fields.update(vars(torch.nn.Module()))
-        self._copies[id(module)], self.originals[id(copy)] = copy, module
+        self._copies[id(module)] = copy
+        self.originals[id(copy)] = module
         parameters = self.shown.parameters(module)
         # FSDP1 leaves views of gathered parameters as plain attributes under the parameters' names.
         # They would hide the parameters.
         hidden = {*fields, *(name for name, _ in parameters)}
-        for name, value in own.items():
+        for name, value in vars(module).items():
             # A method replaced on the object (by placement's guards or a patch) is bound to the
             # original, so it must not be copied.
-            if name not in hidden and not (
-                callable(value) and callable(getattr(type(module), name, None))
-            ):
+            is_method = callable(value) and callable(getattr(type(module), name, None))
+            if name not in hidden and not is_method:
                 fields[name] = self.attribute(value)
         fields.update(
             training=module.training,
             _non_persistent_buffers_set=set(module._non_persistent_buffers_set),
         )
         for name, weight in parameters:
-            # tied parameters are one object in the copy, too
-            if weight is not None and id(weight) not in self._parameters:
-                self._parameters[id(weight)] = torch.nn.Parameter(
-                    self.stand_in(weight), requires_grad=False
-                )
-            copy._parameters[name] = None if weight is None else self._parameters[id(weight)]
+            copy._parameters[name] = None if weight is None else self._parameter(weight)
         for name, buffer in module._buffers.items():
-            copy._buffers[name] = (
-                None if buffer is None else self.stand_in(self.shown.weight(buffer))
-            )
+            copy._buffers[name] = buffer
+            if buffer is not None:
+                copy._buffers[name] = self.stand_in(self.shown.weight(buffer))
         for name, child in module._modules.items():
             copy._modules[name] = None if child is None else self.copy(child)
         return copy
+
+    def _parameter(self, weight: Weight) -> torch.nn.Parameter:
+        """The parameter for a weight: tied parameters are one object in the copy, too."""
+        if id(weight) not in self._parameters:
+            stand_in = self.stand_in(weight)
+            self._parameters[id(weight)] = torch.nn.Parameter(stand_in, requires_grad=False)
+        return self._parameters[id(weight)]
 
 
 class Shown:
@@ -84,66 +86,72 @@ class Shown:
 
     def __init__(self, root: torch.nn.Module, frameworks: Sequence[Framework]) -> None:
         self._wrappers = wrappers()
-        self._instead = {
-            shown: own for each in frameworks for shown, own in each.own_tensors().items()
-        }
-        instead_of: dict[int, Mapping[str, Weight | None]] = {}
-        for each in frameworks:
-            instead_of.update(each.weights())
+        self._own_tensors: dict[int, torch.Tensor] = {}
+        by_frameworks: dict[int, Mapping[str, Weight | None]] = {}
+        for framework in frameworks:
+            self._own_tensors.update(framework.own_tensors())
+            by_frameworks.update(framework.weights())
         self._weights: dict[int, Weight] = {}
-        self._of: dict[int, list[tuple[str, Weight | None]]] = {}
+        self._of_module: dict[int, list[tuple[str, Weight | None]]] = {}
         for part in root.modules():
-            given = instead_of.get(id(part), {})
-            found: dict[str, Weight | None] = {}
+            by_framework = by_frameworks.get(id(part), {})
+            weights: dict[str, Weight | None] = {}
             for name, tensor in part._parameters.items():
-                found[name] = (
-                    given[name]
-                    if name in given
-                    else None
-                    if tensor is None
-                    else self.weight(tensor)
-                )
-            found |= {name: weight for name, weight in given.items() if weight is not None}
-            self._of[id(part)] = list(found.items())
+                if name in by_framework:
+                    weights[name] = by_framework[name]
+                else:
+                    weights[name] = None if tensor is None else self.weight(tensor)
+            hidden = {name: weight for name, weight in by_framework.items() if weight is not None}
+            self._of_module[id(part)] = list((weights | hidden).items())
 
     def weight(self, tensor: torch.Tensor) -> Weight:
-        tensor = self._instead.get(id(tensor), tensor)
+        tensor = self._own_tensors.get(id(tensor), tensor)
         if id(tensor) not in self._weights:
             self._weights[id(tensor)] = weight_of(tensor)
         return self._weights[id(tensor)]
 
-    def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
+    def parameters(
+        self,
+        module: torch.nn.Module,
+    ) -> list[tuple[str, Weight | None]]:
         """A module's own parameters by name, including those that a framework hides at the
         moment."""
-        return self._of[id(module)]
+        return self._of_module[id(module)]
 
     def unwrapped(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module that wrappers are around."""
-        while (
-            inner := next((name for cls, name in self._wrappers if isinstance(module, cls)), None)
-        ) is not None:
+        inner = self._inner_name(module)
+        while inner is not None:
             module = module._modules[inner]  # type: ignore[assignment]
+            inner = self._inner_name(module)
         return module
 
-    def named(self, root: torch.nn.Module) -> Iterator[tuple[str, Weight, bool]]:
+    def _inner_name(self, module: torch.nn.Module) -> str | None:
+        """The name in a wrapper of the module inside; None if it is no wrapper."""
+        for cls, name in self._wrappers:
+            if isinstance(module, cls):
+                return name
+        return None
+
+    def named(
+        self,
+        root: torch.nn.Module,
+    ) -> Iterator[tuple[str, Weight, bool]]:
         """Name and weight of each parameter, then of each persistent buffer, as `named_places`
         finds them in a copy; and whether it is a buffer."""
-        modules, waiting = list[tuple[str, torch.nn.Module]](), [("", root)]
+        modules: list[tuple[str, torch.nn.Module]] = []
+        waiting = [("", root)]
         while waiting:
             prefix, module = waiting.pop()
             part = self.unwrapped(module)
             modules.append((prefix, part))
-            waiting += [
-                (f"{prefix}{name}.", child)
-                for name, child in reversed(part._modules.items())
-                if child is not None
-            ]
+            for name, child in reversed(part._modules.items()):
+                if child is not None:
+                    waiting.append((f"{prefix}{name}.", child))
         for prefix, part in modules:
-            yield from (
-                (prefix + name, weight, False)
-                for name, weight in self.parameters(part)
-                if weight is not None
-            )
+            for name, weight in self.parameters(part):
+                if weight is not None:
+                    yield prefix + name, weight, False
         for prefix, part in modules:
             for name, buffer in part._buffers.items():
                 if buffer is not None and name not in part._non_persistent_buffers_set:
@@ -163,7 +171,8 @@ class Skeleton(Copier):
     def stand_in(self, weight: Weight) -> torch.Tensor:
         if id(weight) not in self._places:
             place = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            self._places[id(weight)], self.weights[key_of(place)] = place, weight
+            self._places[id(weight)] = place
+            self.weights[key_of(place)] = weight
         return self._places[id(weight)]
 
 

@@ -1,8 +1,7 @@
 """A handle's weights for the trainer side of vLLM's weight transfer.
 
 Read from vllm/distributed/weight_transfer/base.py. In 0.33.0 a source has `metadata` as a cached
-property, and `iter_full()`; from 0.26 to
-0.32 it has `metadata()`, and is iterated over.
+property, and `iter_full()`; from 0.26 to 0.32 it has `metadata()`, and is iterated over.
 """
 
 from __future__ import annotations
@@ -36,12 +35,19 @@ class VllmWeightSource:
         dtype, adapters, convert: as in `Handle.weights`.
         names: as in `Handle.weights`. vLLM's loaders expect the names of a checkpoint; "module" is
             for a module that is not of transformers 5, and has those names.
-        bucket_bytes: as in `Handle.weights`: what is on the device beside the buffers of vLLM.
+        bucket_bytes: as in `Handle.weights`: the device bytes beside the buffers of vLLM.
 
     Raises:
         ImportError: there is no vLLM here, or one without weight sources.
         PhaseError: on reading metadata, the object is not built; on reading values, the handle is
             not SYNCING.
+
+    Example:
+        ::
+
+            engine.trainer_init(source=VllmWeightSource(actor))
+            with manager.phase("weight_sync"):
+                engine.send_weights()
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -58,9 +64,8 @@ class VllmWeightSource:
             }
         else:
             members = {"metadata": cls._described, "__iter__": cls._pairs}
-        source: Self = object.__new__(
-            type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, **members})
-        )
+        kind = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, **members})
+        source: Self = object.__new__(kind)
         return source
 
     def __init__(
@@ -73,7 +78,8 @@ class VllmWeightSource:
         convert: Convert | None = None,
         bucket_bytes: int | str = 64 << 20,
     ) -> None:
-        self._handle, self._bucket_bytes = handle, bucket_bytes
+        self._handle = handle
+        self._bucket_bytes = bucket_bytes
         self._options: dict[str, Any] = {
             "dtype": dtype,
             "adapters": adapters,
@@ -93,9 +99,8 @@ class VllmWeightSource:
         return [describe(info.name, info.dtype, info.shape) for info in infos]
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        pairs = itertools.chain.from_iterable(
-            buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes)
-        )
+        published = buckets.weights(self._handle, **self._options, bucket_bytes=self._bucket_bytes)
+        pairs = itertools.chain.from_iterable(published)
         if not torch.accelerator.is_available():
             return pairs
         # vLLM's streams wait for no load, and for no optimizer step
@@ -103,7 +108,9 @@ class VllmWeightSource:
         return _handed_over(pairs)
 
 
-def _handed_over(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _handed_over(
+    pairs: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Pairs that are all made on one stream, each for the stream on which it is asked for: vLLM
     packs its buffers on streams by turns."""
     making = torch.accelerator.current_stream()
