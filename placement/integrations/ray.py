@@ -24,7 +24,16 @@ from placement.phases.phase import checked, names_of
 
 class Worker:
     """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the
-    methods; they run like any other call."""
+    methods; they run like any other call.
+
+    Example:
+        ::
+
+            @ray.remote(num_gpus=1)
+            class Trainer(placement.ray.Worker):
+                def __init__(self):
+                    self.manager = placement.Manager()
+    """
 
     manager: Manager
     _entered = 0  # how many of the manager's phases the fleet has opened
@@ -73,6 +82,13 @@ class Fleet:
         PlacementError: ray is not available.
         TypeError: an actor is not a `Worker`.
         GroupError: a worker's constructor failed, or it could not join.
+
+    Example:
+        ::
+
+            fleet = placement.ray.Fleet([Trainer.remote() for _ in range(8)])
+            with fleet.phase("train"):
+                ray.get([worker.step.remote() for worker in fleet.workers])
     """
 
     def __init__(
@@ -123,16 +139,13 @@ class Fleet:
         if self._open:
             raise PhaseError("a phase is open; leave it before the workers join anew")
         self._generation += 1
-        about = self._generation, self._deadline_seconds
-        # A worker that is being restarted answers once its constructor is done.
-        joins = [worker.placement_join.options(max_task_retries=-1) for worker in self.workers]
-        self._wait(
-            "join",
-            [
-                join.remote(self._address, rank, len(joins), *about)
-                for rank, join in enumerate(joins)
-            ],
-        )
+        calls = []
+        for rank, worker in enumerate(self.workers):
+            # A worker that is being restarted answers once its constructor is done.
+            join = worker.placement_join.options(max_task_retries=-1)
+            arguments = rank, len(self.workers), self._generation, self._deadline_seconds
+            calls.append(join.remote(self._address, *arguments))
+        self._wait("join", calls)
 
     def phase(self, name: str, *, only: Iterable[str] | None = None) -> FleetPhase:
         """A phase of every worker, for a `with` statement. See `Manager.phase`.
@@ -143,11 +156,12 @@ class Fleet:
         """
         return FleetPhase(self, checked(name), names_of(only))
 
-    def _all(self, what: str, method: str, *arguments: Any) -> None:
-        """Call a method on every worker, and wait."""
-        self._wait(what, [getattr(worker, method).remote(*arguments) for worker in self.workers])
+    def _call_all(self, action: str, method: str, *arguments: Any) -> None:
+        """Call a method on every worker, and wait. `action` is for the error."""
+        calls = [getattr(worker, method).remote(*arguments) for worker in self.workers]
+        self._wait(action, calls)
 
-    def _wait(self, what: str, calls: Iterable[Any]) -> None:
+    def _wait(self, action: str, calls: Iterable[Any]) -> None:
         failures = {}
         for rank, call in enumerate(calls):
             try:
@@ -156,23 +170,32 @@ class Fleet:
                 cause = getattr(error, "cause", None) or error
                 failures[rank] = f"{type(cause).__name__}: {str(cause).strip()}"
         if failures:
-            told = "; ".join(f"rank {rank}: {why}" for rank, why in failures.items())
-            raise GroupError(f"the workers cannot {what}: {told}", failures)
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
+            raise GroupError(f"the workers cannot {action}: {reasons}", failures)
 
 
 class FleetPhase:
     """An open phase of every worker; `Fleet.phase` makes it."""
 
-    def __init__(self, fleet: Fleet, name: str, only: tuple[str, ...] | None) -> None:
-        self._fleet, self.name, self._only = fleet, name, only
+    def __init__(
+        self,
+        fleet: Fleet,
+        name: str,
+        only: tuple[str, ...] | None,
+    ) -> None:
+        self._fleet = fleet
+        self.name = name
+        self._only = only
 
     def __enter__(self) -> Self:
-        fleet, depth = self._fleet, len(self._fleet._open)
+        fleet = self._fleet
+        depth = len(fleet._open)
+        action = f"enter phase {self.name!r}"
         try:
-            fleet._all(f"enter phase {self.name!r}", "placement_enter", self.name, self._only)
+            fleet._call_all(action, "placement_enter", self.name, self._only)
         except BaseException:  # an interrupt of the wait, too: no worker may stay behind in a phase
             with contextlib.suppress(GroupError):
-                fleet._all("leave", "placement_leave", depth)
+                fleet._call_all("leave", "placement_leave", depth)
             raise
         fleet._open.append(self)
         return self
@@ -185,9 +208,8 @@ class FleetPhase:
             GroupError: a worker failed; every worker is still in the earlier phase.
         """
         self._require_innermost()
-        self._fleet._all(
-            f"switch to phase {name!r}", "placement_switch", checked(name), names_of(only)
-        )
+        action = f"switch to phase {name!r}"
+        self._fleet._call_all(action, "placement_switch", checked(name), names_of(only))
         self.name = name
 
     def __exit__(
@@ -198,12 +220,12 @@ class FleetPhase:
     ) -> None:
         if error is None:
             self._require_innermost()
+        open_phases = self._fleet._open
         with contextlib.suppress(ValueError):
-            del self._fleet._open[self._fleet._open.index(self) :]
+            del open_phases[open_phases.index(self) :]
+        action = f"leave phase {self.name!r}"
         try:
-            self._fleet._all(
-                f"leave phase {self.name!r}", "placement_leave", len(self._fleet._open)
-            )
+            self._fleet._call_all(action, "placement_leave", len(open_phases))
         except GroupError as failed:
             if error is None:
                 raise

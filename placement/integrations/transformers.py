@@ -32,7 +32,9 @@ trained are on the device."""
 _MODEL, _OPTIMIZER = "actor", "actor.optimizer"
 
 
-def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]) -> Manager:
+def manager_with_phases(
+    phases: Mapping[str, Sequence[str] | Mapping[str, State | str]],
+) -> Manager:
     """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds
     to `phases` and takes precedence."""
     return Manager.from_settings(phases={**phases, **Settings.from_any(None).phases})
@@ -41,8 +43,8 @@ def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State 
 def give_back(manager: Manager, names: Iterable[str]) -> None:
     """Unregister these handles, as far as they are registered, in this order.
 
-    Each is on the device then, as without placement. What does not fit there beside those before
-    it stays in host memory, with a warning.
+    Each is on the device then, as without placement. A handle that does not fit there beside those
+    before it stays in host memory, with a warning.
     """
     for name in names:
         if name not in manager.handles:
@@ -59,7 +61,11 @@ def give_back(manager: Manager, names: Iterable[str]) -> None:
             manager.unregister(name)
 
 
-def figures_for(manager: Manager, logs: Mapping[str, Any], is_training: bool) -> dict[str, float]:
+def figures_for(
+    manager: Manager,
+    logs: Mapping[str, Any],
+    is_training: bool,
+) -> dict[str, float]:
     """The figures for one line of a trainer's log. The last line of a training has the totals, and
     one of an evaluation has none."""
     is_last = "train_runtime" in logs
@@ -124,10 +130,18 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
     Raises:
         ValueError: a role is none of these three, or `manager` lacks the phase `frozen`: make it
             with `Manager(phases=PHASES)`.
+
+    Example:
+        ::
+
+            with PlacementCallback(teacher=teacher) as callback:
+                trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+                trainer.train()
     """
 
     def __init__(self, manager: Manager | None = None, **frozen: torch.nn.Module) -> None:
-        if unknown := set(frozen) - set(PHASES["frozen"]):
+        unknown = set(frozen) - set(PHASES["frozen"])
+        if unknown:
             raise ValueError(
                 f"unknown role {', '.join(sorted(unknown))} of a frozen model: it is one of "
                 f"{', '.join(PHASES['frozen'])}"
@@ -141,10 +155,18 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
             )
         self.manager = manager
         self._frozen = frozen
-        self._turns, self._around_frozen = Turns(manager), Turns(manager)
+        self._turns = Turns(manager)
+        self._around_frozen = Turns(manager)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **keywords: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        **keywords: Any,
     ) -> None:
         """Register everything; accelerate has wrapped the optimizer, and a checkpoint is loaded.
 
@@ -185,7 +207,13 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
     on_epoch_end = on_step_end
 
     def on_log(
-        self, args: Any, state: Any, control: Any, *, logs: Any = None, **keywords: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        logs: Any = None,
+        **keywords: Any,
     ) -> None:
         """The last lines of a training are logged before the best model is loaded."""
         if (
@@ -207,16 +235,15 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
     ) -> None:
         self._around_frozen.over()
         self._turns.to(phase, only=only)
-        if with_frozen and (
-            frozen := [role for role in self._frozen if role in self.manager.handles]
-        ):
+        frozen = [role for role in self._frozen if role in self.manager.handles]
+        if with_frozen and frozen:
             self._around_frozen.to("frozen", only=frozen)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the open phases and unregister what the callback has registered. Idempotent.
 
-        Everything is on the device then, as without placement. What does not fit there together
-        stays in host memory, with a warning.
+        Everything is on the device then, as without placement. Handles that do not fit there
+        together stay in host memory, with a warning.
 
         Args:
             error: the exception that ended the training, if any. Failures of leaving become notes
@@ -242,7 +269,12 @@ class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follow
     """transformers' `Trainer`, whose log has the figures of the `PlacementCallback` among its
     callbacks (`Manager.metrics`). A callback alone cannot: those that write the log come first."""
 
-    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+    def log(
+        self,
+        logs: dict[str, float],
+        *args: Any,
+        **keywords: Any,
+    ) -> None:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PlacementCallback) and _MODEL in callback.manager.handles:
                 logs.update(figures_for(callback.manager, logs, self.model.training))

@@ -53,7 +53,12 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     _engine: VllmInProcess | None = None
     _ref_phase = "log_prob"
 
-    def __init__(self, *args: Any, manager: Manager | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        manager: Manager | None = None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*args, **keywords)
         self._refuse_what_is_not_covered()
         if manager is None:
@@ -78,8 +83,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         self._is_set_up = True
 
     def _refuse_what_is_not_covered(self) -> None:
-        names = (each.__name__ for each in type(self).__mro__ if each.__module__.startswith("trl."))
-        own = f"use TRL's own {next(names)}"
+        names = [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.")]
+        own = f"use TRL's own {names[0]}"
         if self.is_deepspeed_enabled:
             raise ValueError(
                 f"DeepSpeed places the models itself: {own}, with DeepSpeed's own offload, or run "
@@ -125,9 +130,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _place_all(self) -> None:
         self._take_engine()
-        for name, target, how in self._targets():
+        for name, target, keywords in self._targets():
             # with a manager of the user's, a second train() has it already
-            self.manager.register(name, target, replace=True, **how)
+            self.manager.register(name, target, replace=True, **keywords)
 
     def _targets(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Each object that is registered, apart from an engine: name, object and keywords."""
@@ -135,9 +140,10 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         yield _OPTIMIZER, self.optimizer, {}
         if self.ref_model is not None:
             yield _REF, self.ref_model, {"role": "ref", "readonly": not self.args.sync_ref_model}
-        modules = {
-            id(each): each for each in self.reward_funcs if isinstance(each, torch.nn.Module)
-        }
+        modules = {}
+        for function in self.reward_funcs:
+            if isinstance(function, torch.nn.Module):
+                modules[id(function)] = function
         for number, module in enumerate(modules.values()):
             name = f"reward.{number}" if number else "reward"
             yield name, module, {"role": "reward", "readonly": True}
@@ -179,11 +185,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     def _take_engine(self) -> None:
         """Register the colocated vLLM, which sleeps now, and keep TRL from sleeping and waking it
         by itself."""
-        if (
-            not self.use_vllm
-            or self.vllm_mode != "colocate"
-            or not self.args.vllm_enable_sleep_mode
-        ):
+        is_colocated = self.use_vllm and self.vllm_mode == "colocate"
+        if not is_colocated or not self.args.vllm_enable_sleep_mode:
             return
         if self._engine is None:
             self._engine = VllmInProcess(
@@ -198,12 +201,12 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         if self._engine is not None:
             self.vllm_generation.enable_sleep_mode = True
             self.vllm_generation._llm_weights_sleeping = bool(self._engine.residency.offloaded_tags)
-            self._last_loaded_step = -1  # publish, whatever the engine has now
+            self._last_loaded_step = -1  # publish again: the engine may have other weights
             self._engine = None
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Train. The open phase ends here and not with each step: what the next step needs stays on
-        the device."""
+        """Train. The open phase ends here and not with each step: handles that the next step needs
+        stay on the device."""
         with self._taking_turns():
             return super()._inner_training_loop(batch_size, *args, **keywords)
 
@@ -226,13 +229,13 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **keywords: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
-        if not self._is_placed or (torch.is_grad_enabled() and self._turns.phase == "train"):
-            return compute(model, *args, **keywords)  # nothing is placed, or it is part of the loss
-        with (
-            self._turn_of_reference()
-            if model is self.ref_model
-            else self._turn("log_prob", only=[_ACTOR])
-        ):
+        is_in_loss = torch.is_grad_enabled() and self._turns.phase == "train"
+        if not self._is_placed or is_in_loss:
+            return compute(model, *args, **keywords)
+        if model is self.ref_model:
+            with self._turn_of_reference():
+                return compute(model, *args, **keywords)
+        with self._turn("log_prob", only=[_ACTOR]):
             return compute(model, *args, **keywords)
 
     @contextmanager
@@ -270,10 +273,14 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         sync(*args, **keywords)
 
     @contextmanager
-    def _turn(self, phase: str, only: list[str] | None = None) -> Iterator[Callable[[str], None]]:
-        """Be in a phase of the present step, and give what switches to another. Outside `train()`
-        nothing is placed, and nothing happens. Where the step has gradients already, the phase goes
-        inside its training phase: they are not dropped there."""
+    def _turn(
+        self,
+        phase: str,
+        only: list[str] | None = None,
+    ) -> Iterator[Callable[[str], None]]:
+        """Be in a phase of the present step, and give a function that switches to another. Outside
+        `train()` nothing is placed, and nothing happens. Where the step has gradients already, the
+        phase goes inside its training phase: they are not dropped there."""
         if not self._is_placed:
             yield lambda _: None
         elif self._turns.phase == "train":
@@ -283,7 +290,12 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             self._turns.to(phase, only=only)
             yield self._turns.to
 
-    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+    def log(
+        self,
+        logs: dict[str, float],
+        *args: Any,
+        **keywords: Any,
+    ) -> None:
         """Log with placement's figures: torch's own do not see its memory."""
         if self._is_placed:
             logs.update(figures_for(self.manager, logs, self.model.training))
@@ -312,11 +324,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _alone(self, phase: str) -> AbstractContextManager[Any]:
         """A phase outside every step. `_prepare_for_training` enters one inside another."""
-        return (
-            self.manager.phase(phase)
-            if self._is_placed and self.manager.phase_name != phase
-            else nullcontext()
-        )
+        if not self._is_placed or self.manager.phase_name == phase:
+            return nullcontext()
+        return self.manager.phase(phase)
 
 
 class _BeforeOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy
@@ -330,7 +340,14 @@ class _BeforeOptimizerStep(TrainerCallback):  # type: ignore[misc] # transformer
 
 class PlacedGRPOTrainer(_PlacedTrainer, GRPOTrainer):  # type: ignore[misc] # TRL is not followed by mypy
     """TRL's `GRPOTrainer`, whose models take turns on the device. Arguments are those of TRL's, and
-    `manager`."""
+    `manager`.
+
+    Example:
+        ::
+
+            trainer = PlacedGRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=reward, args=args)
+            trainer.train()
+    """
 
 
 class PlacedRLOOTrainer(_PlacedTrainer, RLOOTrainer):  # type: ignore[misc] # TRL is not followed by mypy

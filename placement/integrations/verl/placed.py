@@ -1,5 +1,5 @@
 """The manager that verl's engines of a process share, and `PlacedEngine`, under which placement
-does what verl's offloading does."""
+replaces verl's offloading."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def manager() -> Manager:
                 try:
                     made.serve()
                 except BaseException:
-                    made.close()  # else the next call would give one that nobody can read
+                    made.close()  # else the next call would give one without a server
                     raise
             _made.append(made)
         return _made[0]
@@ -146,7 +146,8 @@ class Publication(Around[tuple[Any, ...]]):
         super().__init__(hold, weights)
         _publications.add(self)
         with suppress(RuntimeError):  # no loop runs in this thread
-            if (task := asyncio.current_task()) is not None:
+            task = asyncio.current_task()
+            if task is not None:
                 task.add_done_callback(partial(_task_ended, weakref.ref(self)))
 
     def __next__(self) -> tuple[Any, ...]:
@@ -184,7 +185,7 @@ def cut_off_all(weights: Any, error: BaseException) -> None:
 
 @contextmanager
 def noted(error: BaseException) -> Iterator[None]:
-    """Make what the block raises a note on `error`, which is on its way and says more."""
+    """Make an error of the block a note on `error`, which is on its way and says more."""
     try:
         yield
     except Exception as failure:
@@ -193,7 +194,7 @@ def noted(error: BaseException) -> Iterator[None]:
 
 
 def _task_ended(reference: weakref.ref[Publication], task: asyncio.Task[Any]) -> None:
-    """The task that opened a publication has ended. After an error in it nobody reads on."""
+    """End a publication whose task has ended by an error: no code reads on."""
     publication = reference()
     if publication is None or not publication.hold.is_open:
         return
@@ -247,11 +248,9 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     @property
     def _is_left_to_verl(self) -> bool:
         config = self.engine_config
-        return (
-            not self._is_left_to_fsdp2
-            and not config.param_offload
-            and (config.forward_only or not config.optimizer_offload)
-        )
+        if self._is_left_to_fsdp2 or config.param_offload:
+            return False
+        return bool(config.forward_only or not config.optimizer_offload)
 
     @property
     def _is_left_to_fsdp2(self) -> bool:
@@ -264,7 +263,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         each micro-batch: not a placed one."""
         if self._is_left_to_verl:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
-        config, forward_only = self.engine_config, self.engine_config.forward_only
+        config = self.engine_config
+        forward_only = config.forward_only
         config.forward_only = False
         try:
             return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
@@ -272,33 +272,35 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             config.forward_only = forward_only
 
     def _register(self) -> None:
-        """Register the module and the optimizer. What is not offloaded, or by FSDP2's policy, is
-        external: tracked, never moved."""
-        config, is_left = self.engine_config, self._is_left_to_fsdp2
+        """Register the module and the optimizer. A part that is not offloaded, or by FSDP2's
+        policy, is external: tracked, never moved."""
+        config = self.engine_config
+        is_left = self._is_left_to_fsdp2
         self._manager = shared = manager()
-        name = (
-            self._model_handle.name
-            if self._model_handle is not None
-            else _free_name(shared, self._role)
-        )
-        is_fixed = self.optimizer is None
+        if self._model_handle is not None:
+            name = self._model_handle.name
+        else:
+            name = _free_name(shared, self._role)
         # else `to` would move the buffers to where the parameters are
         if config.strategy == "fsdp2" and not is_left:
             # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to`
             # later, and the audit would find them stray.
             self.module.to(next(self.module.parameters()).device)
-        external = not (config.param_offload or is_left)
         model = shared.register(
-            name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True
+            name,
+            self.module,
+            role=self._role,
+            readonly=self.optimizer is None,
+            external=not (config.param_offload or is_left),
+            replace=True,
         )
         try:
             if self.optimizer is not None:
-                external = not (config.optimizer_offload or is_left)
                 shared.register(
                     f"{name}.optimizer",
                     self.optimizer,
                     owner=model,
-                    external=external,
+                    external=not (config.optimizer_offload or is_left),
                     replace=True,
                 )
         except BaseException:
@@ -306,28 +308,24 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             shared.unregister(model)
             raise
         self._model_handle = model
-        if is_left:
+        self._log_registration(name)
+
+    def _log_registration(self, name: str) -> None:
+        kind = type(self).__name__
+        if self._is_left_to_fsdp2:
             logger.info(
                 "placement tracks %r, which FSDP2's CPUOffloadPolicy places: offload_policy=True "
                 "(%s)",
                 name,
-                type(self).__name__,
+                kind,
             )
             return
-        moved = [
-            what
-            for what, wanted in (
-                ("parameters", config.param_offload),
-                ("optimizer", config.optimizer_offload),
-            )
-            if wanted
-        ]
-        logger.info(
-            "placement places the %s of %r (%s)",
-            " and the ".join(moved[: 1 if is_fixed else 2]),
-            name,
-            type(self).__name__,
-        )
+        moved = []
+        if self.engine_config.param_offload:
+            moved.append("parameters")
+        if self.engine_config.optimizer_offload and (self.optimizer is not None or not moved):
+            moved.append("optimizer")
+        logger.info("placement places the %s of %r (%s)", " and the ".join(moved), name, kind)
 
     @property
     def _role(self) -> str:
@@ -358,7 +356,11 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
 
     @contextmanager
     def _mode(
-        self, phase: str, mode: Callable[..., Any], stays: bool, kwargs: dict[str, Any]
+        self,
+        phase: str,
+        mode: Callable[..., Any],
+        stays: bool,
+        kwargs: dict[str, Any],
     ) -> Iterator[None]:
         """One of verl's modes inside a phase. `stays`: the caller has brought everything to the
         device by `to`, or by a mode around."""
@@ -376,8 +378,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         from verl.utils.metric import Metric
 
         outputs = super().train_batch(*args, **kwargs)
-        manager, is_first = self._manager, self._mini_batch == 1
-        logs = is_first and self.is_mp_src_rank_with_outputs()
+        manager = self._manager
+        logs = self._mini_batch == 1 and self.is_mp_src_rank_with_outputs()
         if logs and manager is not None and manager.settings.trainer_log:
             for name, value in manager.metrics().items():
                 over_ranks = "max" if "peak" in name else "mean"
@@ -397,7 +399,11 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         with self._hold("restore"):
             super().load_checkpoint(*args, **kwargs)
 
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+    def get_per_tensor_param(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any] | None]:
         return self._published(partial(super().get_per_tensor_param, *args, **kwargs))
 
     def get_per_tensor_param_shard(
@@ -423,31 +429,19 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         handle = self._model_handle
         if self._manager is None or handle is None:
             return export()
+        computes = self._computes_to_publish
         phase = "weight_sync" if self._role == "actor" else self._reading_phase
-        if (
-            of_shards
-            and handle.state is State.CPU_OFFLOADED
-            and not self._computes_to_publish
-            and not handle.external
-        ):
+        is_off = handle.state is State.CPU_OFFLOADED and not handle.external
+        if of_shards and is_off and not computes:
             phase = "checkpoint"  # reads the host copy, and moves nothing by any policy
         hold = self._manager.hold(phase, only=[handle])
         try:
-            if (
-                phase != "checkpoint"
-                and self._computes_to_publish
-                and not handle.external
-                and not handle.resident_bytes
-            ):
+            if computes and not handle.external and not handle.resident_bytes:
                 # A policy that publishes from the host copy: verl computes with the parameters
                 # themselves.
                 hold.switch(self._reading_phase, only=[handle])
-            if (
-                handle.is_streaming
-                and not of_shards
-                and not self._computes_to_publish
-                and not getattr(self, "_qat_enabled", False)
-            ):
+            is_exported_by_verl = of_shards or computes or getattr(self, "_qat_enabled", False)
+            if handle.is_streaming and not is_exported_by_verl:
                 return Publication(hold, self._streamed(handle)), None
             weights, peft_config = export()
             if phase == "checkpoint":
@@ -458,15 +452,14 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             raise
 
     def _streamed(self, handle: Handle) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what verl's `get_per_tensor_param` yields, read from the host copy while the
-        weights before are sent."""
+        """The weights of verl's `get_per_tensor_param`, read from the host copy while those before
+        are sent."""
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-        weights = {name: weight_of(each) for name, each in self._named().items()}
+        weights = {name: weight_of(tensor) for name, tensor in self._named().items()}
         reader = Reader(_device_of(handle), handle.storage.read_host)
-        ahead = ReadAhead(
-            reader, ((weight, weight.dtype) for weight in weights.values()), _BUCKET_BYTES
-        )
+        wanted = [(weight, weight.dtype) for weight in weights.values()]
+        ahead = ReadAhead(reader, wanted, _BUCKET_BYTES)
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights.items():
@@ -490,18 +483,13 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """These weights, of which aliases of the model's own memory are copied: it cannot go
         through CUDA IPC, and goes with the phase."""
-        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        own = {
-            part.untyped_storage().data_ptr()
-            for each in tensors
-            for _, part in plain_parts(each, "")
-        }
+        own: set[int] = set()
+        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+            own |= _addresses(tensor)
         try:
-            for name, weight, *rest in weights:
-                is_alias = any(
-                    part.untyped_storage().data_ptr() in own for _, part in plain_parts(weight, "")
-                )
-                yield (name, weight.clone() if is_alias else weight, *rest)
+            for name, weight, *details in weights:
+                is_alias = not own.isdisjoint(_addresses(weight))
+                yield (name, weight.clone() if is_alias else weight, *details)
         finally:
             if hasattr(weights, "close"):
                 # verl undoes a LoRA merge at the end of its generator: while the model is still
@@ -519,31 +507,38 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         # Moves nothing. verl checks that the device is its own or "cpu" (not of a reference), and
         # that gradients go with their model only.
         super().to(device, model=False, optimizer=False, grad=grad and not model)
-        asked = {"model": model, "optimizer": optimizer and self.optimizer is not None}
-        named = frozenset(part for part, is_asked in asked.items() if is_asked)
+        named = {"model"} if model else set()
+        if optimizer and self.optimizer is not None:
+            named.add("optimizer")
         parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named
         has_model = "model" in parts or self._model_handle.external
-        phase = (
-            "train"
-            if has_model and "optimizer" in parts
-            else self._reading_phase
-            if "model" in parts
-            else None
-        )
+        phase = self._reading_phase if "model" in parts else None
+        if has_model and "optimizer" in parts:
+            phase = "train"
+        following = None
         if phase is not None:
             next_phase()
-        following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
+            following = self._manager.hold(phase, only=[self._model_handle])
         self._end_manual()
-        self._manual, self._manual_parts = following, parts
+        self._manual = following
+        self._manual_parts = parts
 
     def _end_manual(self) -> None:
+        hold = self._manual
+        self._manual = None
         self._manual_parts = frozenset()
-        if self._manual is not None:
-            hold, self._manual = self._manual, None
+        if hold is not None:
             hold.release()
 
 
-def _unmoved(weights: Iterator[tuple[Any, ...]], handle: Handle) -> Iterator[tuple[Any, ...]]:
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    return {part.untyped_storage().data_ptr() for _, part in plain_parts(tensor, "")}
+
+
+def _unmoved(
+    weights: Iterator[tuple[Any, ...]],
+    handle: Handle,
+) -> Iterator[tuple[Any, ...]]:
     """Weights as they are read from the host copy of a handle. Another phase that has loaded it
     meanwhile may have trained it."""
     before = sum(handle.counters.transitions.values())
@@ -563,8 +558,12 @@ def _device_of(handle: Handle) -> torch.device:
 
 def _free_name(manager: Manager, role: str) -> str:
     """The role as a handle's name, with a number if another engine of the process has the name."""
-    numbered = (f"{role}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([role], numbered) if name not in manager.handles)
+    name = role
+    for number in itertools.count(2):
+        if name not in manager.handles:
+            break
+        name = f"{role}-{number}"
+    return name
 
 
 _NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not name.startswith("_")))
@@ -581,12 +580,9 @@ def register(vendor: str) -> None:
     )
 
     engines = {"language_model": FSDPEngineWithLMHead, "value_model": FSDPEngineWithValueHead}
-    missing = [
-        f"{base.__name__}.{name}"
-        for base in engines.values()
-        for name in _NEEDED
-        if not hasattr(base, name)
-    ]
+    missing = []
+    for base in engines.values():
+        missing += [f"{base.__name__}.{name}" for name in _NEEDED if not hasattr(base, name)]
     if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
         missing.append("EngineRegistry.register(vendor=...)")
     if missing:

@@ -24,7 +24,7 @@ VENDOR = "placement"
 
 def after_import(name: str, then: Callable[[], None]) -> None:
     """Call `then` at the end of the import of module `name`; at once, if it is imported already.
-    What `then` raises, the import raises."""
+    The import raises the errors of `then`."""
     if name in sys.modules:
         then()
     else:
@@ -79,15 +79,14 @@ def register_engines() -> None:
         logger.debug("placement's engines are not available to verl: %s", error)
         return
     if is_chosen():
-        what = (
-            "param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that "
-            "placement places"
+        logger.info(
+            "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 "
+            "engines mean that placement places"
         )
-        logger.info("placement is active: %s", what)
 
 
 def place_rollouts() -> None:
-    """Let verl use the adapters of vLLM and SGLang that tell placement what the rollout holds,
+    """Let verl use the adapters of vLLM and SGLang that report the rollout's memory to placement,
     where placement was asked for."""
     if is_chosen():
         from placement.integrations.verl.rollout import PlacedRollout, PlacedSglang, place

@@ -1,10 +1,11 @@
 """The rollout that shares the worker's GPU, as a handle of placement. `PlacedRollout` is vLLM's;
-`PlacedSglang` has what differs for SGLang.
+`PlacedSglang` has the differences for SGLang.
 
-verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past
-the worker. So placement makes the calls that wake it, in phases of its own, and measures what each
-part holds. That it sleeps again placement learns at the worker's next phase: the driver's free
-bytes say so. Where they do not, placement puts it to sleep itself. No call is sent twice.
+verl wakes the rollout in the worker, through an adapter (`resume`), and puts it to sleep in the
+driver, past the worker. So placement makes the calls that wake it, in phases of its own, and
+measures the bytes of each part. At the worker's next phase placement sees by the driver's free
+bytes whether the rollout sleeps again. Where it does not, placement puts it to sleep itself. No
+call is sent twice.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class ColocatedRollout(PluggedEngine):
     own_mover = "torch_memory_saver"  # no other answers
 
     def __init__(
-        self, rollout: PlacedRollout, resume: Callable[[list[str]], Coroutine[Any, Any, None]]
+        self,
+        rollout: PlacedRollout,
+        resume: Callable[[list[str]], Coroutine[Any, Any, None]],
     ) -> None:
         tags = rollout._parts()
         super().__init__(tags=tags, weights=rollout._weights, offloaded=tags)
-        self._rollout, self._resume = rollout, resume
+        self._rollout = rollout
+        self._resume = resume
         self._free_when_awake = 0
         # whether verl has asked for it. A policy alone does not wake the rollout: verl's driver
         # would not know.
@@ -74,17 +78,17 @@ class ColocatedRollout(PluggedEngine):
                 "now: use a policy that offloads what a phase does not need, such as 'colocated'"
             )
         for tag in tags:
-            _done(None, self._resume, [tag])
+            _result_of(None, self._resume, [tag])
         self._free_when_awake = self.residency.free_bytes()
 
     def offload(self, tags: Collection[str]) -> None:
-        """Nothing where the driver has done it; else put them to sleep. What was never measured
-        counts as done."""
+        """Nothing where the driver has done it; else put them to sleep. Parts that were never
+        measured count as asleep."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
         for _ in interrupts.looks(_PATIENCE_SECONDS, _POLL_SECONDS, _POLL_SECONDS):
             if not self.residency.resident_bytes or self.residency.free_bytes() >= wanted:
                 return
-        _done(self._rollout._seconds, self._rollout.release_parts, tags)
+        _result_of(self._rollout._seconds, self._rollout.release_parts, tags)
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
@@ -92,8 +96,8 @@ class ColocatedRollout(PluggedEngine):
     def answers(self) -> Sequence[Any]:
         if not self.residency.resident_tags:
             raise EngineError("verl's driver may not have started the server yet")
-        told: Sequence[Any] = _done(None, self._rollout.answers)
-        return told
+        answers: Sequence[Any] = _result_of(None, self._rollout.answers)
+        return answers
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         raise EngineError(
@@ -155,16 +159,16 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         if self._colocated.residency.tags[0] in tags:
             self.ended()  # the driver has put it to sleep since it was awake
         self._colocated.may_wake = True
+        phase = "rollout" if KV_CACHE in tags else "weight_sync"
         try:
-            following = self._manager.hold(
-                "rollout" if KV_CACHE in tags else "weight_sync", only=["rollout"]
-            )
+            following = self._manager.hold(phase, only=["rollout"])
         except BaseException as error:
             self.ended(error)
             raise
         finally:
             self._colocated.may_wake = False
-        before, self._open = self._open, following
+        before = self._open
+        self._open = following
         if before is not None:
             before.release()
 
@@ -175,28 +179,28 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             self.ended()
 
     async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
-        """verl's own, after which the weights are valid. After an error nobody reads on: the
+        """verl's own, after which the weights are valid. After an error no code reads on: the
         actor's phases end, too."""
         engine = self._colocated
-        filling = (
-            engine if engine is not None and WEIGHTS in engine.residency.resident_tags else None
-        )
-        if filling is not None:
-            filling.residency.stale = "a sync has begun and was not finished"
+        if engine is not None and WEIGHTS not in engine.residency.resident_tags:
+            engine = None
+        if engine is not None:
+            engine.residency.stale = "a sync has begun and was not finished"
         try:
             result = await super().update_weights(weights, *args, **keywords)
         except BaseException as error:
             cut_off_all(weights, error)
             self.ended(error)
             raise
-        if filling is not None:
-            filling.weights_filled()
+        if engine is not None:
+            engine.weights_filled()
         return result
 
     def ended(self, error: BaseException | None = None) -> None:
         """End the phase in which the rollout was awake: the worker begins another, or `error` has
         ended it and is not to be hidden."""
-        hold, self._open = self._open, None
+        hold = self._open
+        self._open = None
         self._seconds = None if error is None else _LAST_SECONDS
         if hold is not None:
             with nullcontext() if error is None else noted(error):
@@ -210,8 +214,8 @@ _NEEDED = ("_init_server_adapter", "_engine", "sleep_level")
 class PlacedSglang(PlacedRollout):
     """Comes before verl's adapter of SGLang among the bases of a class.
 
-    SGLang dies of a release of what is released already, and of a resume of what was not. So
-    placement releases by name what is awake, and no more: verl's own `release()` names all parts.
+    SGLang dies if a part is released twice, or resumed without having been released. So placement
+    releases by name the parts that are awake, and no more: verl's own `release()` names all parts.
     Read from verl 0.9.1 (workers/rollout/sglang_rollout/sglang_rollout.py) and SGLang 0.5.12.
     """
 
@@ -245,8 +249,8 @@ class PlacedSglang(PlacedRollout):
         await self._init_server_adapter()
         if self._engine is None:
             raise EngineError("another rank leads the server")
-        told = await self._engine._make_async_request("server_info", method="GET")
-        answers: Sequence[Any] = told["internal_states"]
+        info = await self._engine._make_async_request("server_info", method="GET")
+        answers: Sequence[Any] = info["internal_states"]
         return answers
 
 
@@ -275,8 +279,10 @@ def __getattr__(attribute: str) -> Any:
     return placed
 
 
-def _done(
-    seconds: float | None, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
+def _result_of(
+    seconds: float | None,
+    method: Callable[..., Coroutine[Any, Any, Any]],
+    *arguments: Any,
 ) -> Any:
     """The result of one of verl's methods, run on a thread of its own, because a loop is running on
     this one. EngineError: the server refused it by an HTTP status below 500, so that nothing was
@@ -287,11 +293,8 @@ def _done(
             return thread.submit(asyncio.run, waiting).result()
     except Exception as error:
         is_refused = 400 <= getattr(error, "status", 0) < 500
-        told = (
-            (f"no answer within {seconds:g} s")
-            if isinstance(error, TimeoutError) and seconds is not None
-            else error
-        )
-        raise (EngineError if is_refused else EngineLost)(
-            f"verl's rollout failed in {method.__name__}(): {told}"
-        ) from error
+        kind = EngineError if is_refused else EngineLost
+        reason = str(error)
+        if isinstance(error, TimeoutError) and seconds is not None:
+            reason = f"no answer within {seconds:g} s"
+        raise kind(f"verl's rollout failed in {method.__name__}(): {reason}") from error
