@@ -22,7 +22,13 @@ class AsyncRollout:
     Args:
         optimizer_in: as in `Colocated`.
         stream_sync: as in `Colocated`, for a hybrid worker; the others hold their weights on the
-        device. drop_gradients: as in `Colocated`.
+            device.
+        drop_gradients: as in `Colocated`.
+
+    Example:
+        ::
+
+            manager = placement.Manager(policy="async_rollout", worker_role="trainer")
     """
 
     name = "async_rollout"
@@ -43,11 +49,10 @@ class AsyncRollout:
         """The plan for the handles of this worker's side; CPU_OFFLOADED for the other side's."""
         if view.worker_role == "hybrid":
             return self._together.plan(view)
-        generating = {h.name for h in rollout_models(view)}
-        own = {
-            name: h
-            for name, h in view.handles.items()
-            if (name in generating) == (view.worker_role == "rollout")
-        }
+        generating = {handle.name for handle in rollout_models(view)}
+        own = dict(view.handles)
+        for name in view.handles:
+            if (name in generating) is not (view.worker_role == "rollout"):
+                del own[name]
         plan = self._apart.plan(replace(view, handles=own))
         return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts)

@@ -40,19 +40,23 @@ class Colocated:
 
     Args:
         optimizer_in: "train": the optimizer is on the device for the whole training phase.
-        "optimizer_step": only in that phase (and
-            in `restore`), which leaves its bytes to activations during forward and backward.
-            "streamed": only in `restore`; each `step()` brings its state to the device and back in
-            buckets of 512 MiB. An external optimizer stays where its
-            framework has it; one whose step cannot be made in parts is refused.
+            "optimizer_step": only in that phase (and in `restore`), which leaves its bytes to
+            activations during forward and backward. "streamed": only in `restore`; each `step()`
+            brings its state to the device and back in buckets of 512 MiB. An external optimizer
+            stays where its framework has it; one whose step cannot be made in parts is refused.
         stream_sync: whether to publish the actor's weights straight from the host copy through a
-        small device window, instead of
-            loading the actor beside the engine. placement has no host copy of an external actor, so
-            that is published where it lies.
+            small device window, instead of loading the actor beside the engine. placement has no
+            host copy of an external actor, so that is published where it lies.
         drop_gradients: whether gradients are set to None, not copied to the host, when their module
-        leaves TRAINING (they are dead after
-            `step()`). A phase inside the training phase (a checkpoint, an evaluation between two
-            backward passes) drops none. By default gradients move like everything else.
+            leaves TRAINING (they are dead after `step()`). A phase inside the training phase (a
+            checkpoint, an evaluation between two backward passes) drops none. By default gradients
+            move like everything else.
+
+    Example:
+        ::
+
+            manager = placement.Manager(policy="colocated")
+            manager = placement.Manager(policy="colocated(stream_sync=True)")
     """
 
     name = "colocated"
@@ -78,33 +82,32 @@ class Colocated:
         if view.phase == "checkpoint":
             return _readable(view)
         needs = self.needs(view)
-        streamed: list[str] = []
-        dropped: list[str] = []
-        if self.stream_sync:
-            streamed = [
-                name
-                for name, state in needs.items()
-                if state is State.SYNCING and not view.handles[name].external
-            ]
-        # a state dict is loaded into tensors on the device
-        if self.optimizer_in == "streamed" and view.phase != "restore":
-            streamed += [
-                h.name
-                for h in optimizers(view)
-                if needs.get(h.name) is State.TRAINING and not h.external
-            ]
+        dropped = []
         if self.drop_gradients and view.enclosing is None:
-            dropped = [
-                h.name
-                for h in _stepped(view)
-                if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING
-            ]
+            for handle in _stepped(view):
+                if handle.kind != "optimizer" and needs.get(handle.name) is not State.TRAINING:
+                    dropped.append(handle.name)
         parts = {}
         if view.phase == "weight_sync":
-            parts = {
-                h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags
-            }
-        return view.total_plan(needs, streamed, dropped, parts)
+            for handle in rollout_models(view):
+                if "weights" in handle.tags:
+                    parts[handle.name] = frozenset({"weights"})
+        return view.total_plan(needs, self._streamed(view, needs), dropped, parts)
+
+    def _streamed(self, view: View, needs: dict[str, State]) -> list[str]:
+        """The handles that are published or stepped from their host copy."""
+        streamed = []
+        # a state dict is loaded into tensors on the device
+        streams_steps = self.optimizer_in == "streamed" and view.phase != "restore"
+        for name, state in needs.items():
+            handle = view.handles[name]
+            if handle.external:
+                continue
+            is_published = state is State.SYNCING and self.stream_sync
+            is_stepped = state is State.TRAINING and handle.kind == "optimizer"
+            if is_published or (is_stepped and streams_steps):
+                streamed.append(name)
+        return streamed
 
     def needs(self, view: View) -> dict[str, State]:
         """The state of every handle that the phase uses. `checkpoint` uses none on the device."""
@@ -114,9 +117,8 @@ class Colocated:
             case "rollout" | "eval":
                 return _targets(rollout_models(view) or _models(view, "actor"), State.GPU_RESIDENT)
             case "weight_sync":
-                return _targets(rollout_models(view), State.GPU_RESIDENT) | _targets(
-                    _models(view, "actor"), State.SYNCING
-                )
+                resident = _targets(rollout_models(view), State.GPU_RESIDENT)
+                return resident | _targets(_models(view, "actor"), State.SYNCING)
             case phase if phase in _READING:
                 return _targets(_models(view, *_READING[phase]), State.GPU_RESIDENT)
             case "train" if self.optimizer_in == "optimizer_step":
@@ -124,10 +126,10 @@ class Colocated:
             case "train" | "optimizer_step" | "restore":
                 return _targets([*_stepped(view), *optimizers(view)], State.TRAINING)
             case phase if phase in view.phases:
-                wanted = view.wanted_states(phase)
-                return {
-                    h.name: state for role, state in wanted.items() for h in _models(view, role)
-                }
+                wanted = {}
+                for role, state in view.wanted_states(phase).items():
+                    wanted.update({handle.name: state for handle in _models(view, role)})
+                return wanted
         nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise PolicyError(
@@ -139,28 +141,30 @@ class Colocated:
 def _models(view: View, *roles: str) -> list[HandleView]:
     """Modules and engines with these roles, in registration order. Optimizers have their owner's
     role, and are left out."""
-    return [h for h in view.with_role(*roles) if h.kind != "optimizer"]
+    return [handle for handle in view.with_role(*roles) if handle.kind != "optimizer"]
 
 
 def rollout_models(view: View) -> list[HandleView]:
     """The models that generate: every model with the role `rollout`, and every engine without a
     role."""
-    return [
-        h
-        for h in view.handles.values()
-        if h.kind != "optimizer"
-        and (h.role == "rollout" or (h.kind == "engine" and h.role is None))
-    ]
+    models = []
+    for handle in view.handles.values():
+        is_engine = handle.kind == "engine" and handle.role is None
+        if is_engine or (handle.kind != "optimizer" and handle.role == "rollout"):
+            models.append(handle)
+    return models
 
 
 def optimizers(view: View) -> list[HandleView]:
-    return [h for h in view.handles.values() if h.kind == "optimizer"]
+    return [handle for handle in view.handles.values() if handle.kind == "optimizer"]
 
 
 def _stepped(view: View) -> list[HandleView]:
     """The modules whose parameters an optimizer steps. Owners that are not in the view are left
     out."""
-    owners = dict.fromkeys(owner for optimizer in optimizers(view) for owner in optimizer.owners)
+    owners: dict[str, None] = {}
+    for optimizer in optimizers(view):
+        owners.update(dict.fromkeys(optimizer.owners))
     return [view.handles[name] for name in owners if name in view.handles]
 
 
@@ -168,27 +172,25 @@ def _targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
     """The same target for several handles. A readonly handle cannot be TRAINING, so it gets
     GPU_RESIDENT instead."""
     readonly_state = State.GPU_RESIDENT if state is State.TRAINING else state
-    return {h.name: readonly_state if h.readonly else state for h in handles}
+    return {handle.name: readonly_state if handle.readonly else state for handle in handles}
 
 
 def _present(view: View) -> Plan:
     """The plan that changes nothing."""
-    # A plan without `streamed` would load what is used from its host copy.
-    streamed = [h.name for h in view.handles.values() if h.streaming]
-    return view.total_plan(
-        {h.name: h.state for h in view.handles.values()},
-        streamed,
-        parts=parts_of(view.handles.values()),
-    )
+    handles = view.handles.values()
+    # A plan without `streamed` would load handles that are used from their host copy.
+    streamed = [handle.name for handle in handles if handle.streaming]
+    states = {handle.name: handle.state for handle in handles}
+    return view.total_plan(states, streamed, parts=parts_of(handles))
 
 
 def parts_of(handles: Iterable[HandleView]) -> dict[str, frozenset[str]]:
     """The tags of engines that are on the device in part."""
-    return {
-        h.name: h.resident_tags
-        for h in handles
-        if h.resident_tags and h.resident_tags != h.tags.keys()
-    }
+    parts = {}
+    for handle in handles:
+        if handle.resident_tags and handle.resident_tags != handle.tags.keys():
+            parts[handle.name] = handle.resident_tags
+    return parts
 
 
 def _readable(view: View) -> Plan:

@@ -3,9 +3,9 @@ handles and phases counted in units.
 
 Sets of units are bit masks: bit `i` stands for the i-th unit. A schedule has, for every phase of
 the cycle, the units that are on the device in it. It is judged first by the bytes that move while
-somebody waits, then by all bytes that move, each summed over one cycle. What is loaded in a phase
-transition can have arrived before, in the room that the phase before it leaves, and nobody waits
-for that part.
+the worker waits, then by all bytes that move, each summed over one cycle. Bytes that a phase
+transition loads can have arrived before, in the room that the phase before it leaves; the worker
+does not wait for that part.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from placement import HandleView, Plan, State, View
 from .colocated import rollout_models
 
 MOST_LOOKS = 4_000
-"""The search ends when it has looked at so many choices, and takes the best that it has found until
-then. 360 random cycles of 5 to 8 units took at most 505."""
+"""The search ends after so many choices, and takes the best schedule until then. 360 random cycles
+of 5 to 8 units took at most 505."""
 
 NEVER = 1 << 30  # the distance to a phase that does not come
 _MOST_COURSES = 64
@@ -52,6 +52,9 @@ class Step(NamedTuple):
     """The units whose state streams through the device in the phase. They can neither stay on the
     device in this phase nor arrive early."""
 
+    def needs(self, unit: int) -> bool:
+        return bool(self.needed >> unit & 1)
+
 
 @functools.lru_cache(maxsize=256)
 def schedule(
@@ -60,91 +63,119 @@ def schedule(
     """The units to have on the device in each phase of the cycle: those that it needs, and those to
     keep.
 
-    The best schedule that is the same in each cycle, as far as `MOST_LOOKS` choices tell, by a
-    depth-first search that takes each stay before it leaves it out: its first leaf takes the
-    shortest stays that fit. A phase that needs more than the budget has what it needs.
+    It is the best schedule that is the same in each cycle, among the first `MOST_LOOKS` choices. A
+    phase that needs more than the budget has the units that it needs.
     """
     problem = _Problem(units, steps, budget_bytes)
     if problem.size(problem.in_use) <= budget_bytes:
         return tuple(problem.in_use & ~(problem.streamed & ~step.needed) for step in steps)
-    stays, on = _stays(problem), [step.needed for step in steps]
-    best, looks = (problem.cost_of(on), tuple(on)), 0
+    search = _Search(problem)
+    search.go_on(0)
+    _, on_device = search.best
+    return on_device
 
-    def go_on(number: int) -> None:
-        nonlocal best, looks
-        looks += 1
-        if number == len(stays):
-            best = min(best, (problem.cost_of(on), tuple(on)))
+
+class _Search:
+    """A depth-first search that takes each stay before it leaves it out. Its first leaf takes the
+    shortest stays that fit."""
+
+    def __init__(self, problem: _Problem) -> None:
+        self._problem = problem
+        self._stays = _stays(problem)
+        self._on_device = [step.needed for step in problem.steps]
+        self._looks = 0
+        self.best = problem.cost_of(self._on_device), tuple(self._on_device)
+
+    def go_on(self, number: int) -> None:
+        """Choose the stays from this number on."""
+        problem = self._problem
+        on_device = self._on_device
+        self._looks += 1
+        if number == len(self._stays):
+            self.best = min(self.best, (problem.cost_of(on_device), tuple(on_device)))
             return
-        unit, between = stays[number]
-        if all(problem.size(on[index] | unit) <= problem.rooms[index] for index in between):
+        unit, between = self._stays[number]
+        if all(problem.has_room(index, on_device[index] | unit) for index in between):
             for index in between:
-                on[index] |= unit
-            go_on(number + 1)
+                on_device[index] |= unit
+            self.go_on(number + 1)
             for index in between:
-                on[index] &= ~unit
-        if looks < MOST_LOOKS:
-            go_on(number + 1)
-
-    go_on(0)
-    return best[1]
+                on_device[index] &= ~unit
+        if self._looks < MOST_LOOKS:
+            self.go_on(number + 1)
 
 
 class _Problem:
     """A cycle of phases, with the sums that every solution needs."""
 
-    def __init__(self, units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int) -> None:
-        self.units, self.steps = units, steps
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        steps: tuple[Step, ...],
+        budget_bytes: int,
+    ) -> None:
+        self.units = units
+        self.steps = steps
         self.in_use = functools.reduce(or_, (step.needed for step in steps), 0)
         self.streamed = functools.reduce(or_, (step.streamed for step in steps), 0)
-        always = functools.reduce(and_, (step.needed for step in steps), -1)
-        self.choices = (
-            self.in_use
-            & ~always
-            & ~self.streamed
-            & mask_of(i for i, unit in enumerate(units) if unit.copied_bytes)
-        )
-        """The units for which there is something to decide: needed in some phases, not in all,
-        never streamed, and not for nothing."""
+        always_needed = functools.reduce(and_, (step.needed for step in steps), -1)
+        copied = mask_of(index for index, unit in enumerate(units) if unit.copied_bytes)
+        self.choices = self.in_use & ~always_needed & ~self.streamed & copied
+        """The units that may stay or leave: needed in some phases, not in all, never streamed, and
+        with bytes to copy."""
         self.sums = functools.cache(self._sums)
         self.rooms = [max(budget_bytes, self.size(step.needed)) for step in steps]
-        self.trained = functools.reduce(or_, (step.trained for step in steps), 0)
-        self.trained &= self.choices & mask_of(
-            i for i, unit in enumerate(units) if unit.is_copied_back == "trained"
-        )
-        self.always_dirty = self.choices & mask_of(
-            i for i, unit in enumerate(units) if unit.is_copied_back == "always"
-        )
+        trained = functools.reduce(or_, (step.trained for step in steps), 0)
+        self.trained = trained & self.choices & self._copied_back("trained")
+        self.always_dirty = self.choices & self._copied_back("always")
+
+    def _copied_back(self, when: str) -> int:
+        return mask_of(i for i, unit in enumerate(self.units) if unit.is_copied_back == when)
 
     def size(self, mask: int) -> int:
         return self.sums(mask)[0]
 
+    def has_room(self, index: int, mask: int) -> bool:
+        """Whether a phase has room for these units."""
+        return self.size(mask) <= self.rooms[index]
+
     def _sums(self, mask: int) -> tuple[int, int, int]:
         """Device bytes of these units, bytes that loading them copies, and the part of those that
         can arrive early."""
-        chosen = [self.units[i] for i in bits(mask)]
-        early = sum(unit.copied_bytes for unit in chosen if unit.can_prefetch)
-        return sum(unit.nbytes for unit in chosen), sum(unit.copied_bytes for unit in chosen), early
+        nbytes = copied_bytes = early_bytes = 0
+        for index in bits(mask):
+            unit = self.units[index]
+            nbytes += unit.nbytes
+            copied_bytes += unit.copied_bytes
+            early_bytes += unit.copied_bytes if unit.can_prefetch else 0
+        return nbytes, copied_bytes, early_bytes
 
-    def cost_of(self, found: list[int]) -> tuple[int, int]:
-        """Bytes that somebody waits for, and all bytes, of one cycle with these units on the device
-        in each phase."""
-        count, dirty, stall, total = len(found), self.trained | self.always_dirty, 0, 0
-        # the first cycle only finds out what is dirty at the beginning of the second
+    def cost_of(self, on_device: list[int]) -> tuple[int, int]:
+        """Bytes that the worker waits for, and all bytes, of one cycle with these units on the
+        device in each phase."""
+        count = len(on_device)
+        dirty = self.trained | self.always_dirty
+        stall = total = 0
+        # the first cycle only tells which units are dirty at the beginning of the second
         for index in range(2 * count):
-            now = index % count
-            on, following = found[now], found[(now + 1) % count]
-            dirty = (
-                (dirty & found[now - 1] & on)
-                | (self.steps[now].trained & self.trained)
-                | (self.always_dirty & on)
-            )
+            phase = index % count
+            on = on_device[phase]
+            following = on_device[(phase + 1) % count]
+            dirty &= on_device[phase - 1] & on
+            dirty |= self.steps[phase].trained & self.trained
+            dirty |= self.always_dirty & on
             if index >= count:
-                gone = self.sums(on & ~following & dirty)[1]
-                loaded, early = self.sums(following & ~on)[1:]
-                stall += gone + loaded - min(early, max(0, self.rooms[now] - self.size(on)))
-                total += gone + loaded
+                _, leaving, _ = self.sums(on & ~following & dirty)
+                _, loaded, early = self.sums(following & ~on)
+                room = max(0, self.rooms[phase] - self.size(on))
+                stall += leaving + loaded - min(early, room)
+                total += leaving + loaded
         return stall, total
+
+    def is_dirty_after(self, index: int, unit: int) -> bool:
+        """Whether a unit that leaves after a phase has to be copied."""
+        dirty = self.steps[index].trained & self.trained | self.always_dirty
+        return bool(dirty >> unit & 1)
 
 
 _Stay = tuple[int, tuple[int, ...]]
@@ -154,26 +185,23 @@ that it is kept through."""
 
 def _stays(problem: _Problem) -> list[_Stay]:
     """Every stay of the cycle: short ones first, dirty units before clean ones."""
-    count = len(problem.steps)
-    found: list[tuple[float, int, _Stay]] = []
+    steps = problem.steps
+    count = len(steps)
+    stays: list[tuple[float, int, _Stay]] = []
     for unit in bits(problem.choices):
         for before in range(count):
-            length = 0
-            while not problem.steps[(before + 1 + length) % count].needed >> unit & 1:
-                length += 1
-            if length and problem.steps[before].needed >> unit & 1:
-                is_dirty = (
-                    problem.steps[before].trained & problem.trained | problem.always_dirty
-                ) >> unit & 1
-                between = tuple((before + 1 + i) % count for i in range(length))
-                found.append(
-                    (
-                        length / (1 + is_dirty),
-                        -problem.units[unit].copied_bytes,
-                        (1 << unit, between),
-                    )
-                )
-    return [stay for *_, stay in sorted(found)]
+            if not steps[before].needs(unit):
+                continue
+            between: list[int] = []
+            index = (before + 1) % count
+            while not steps[index].needs(unit):
+                between.append(index)
+                index = (index + 1) % count
+            if between:
+                rank = len(between) / (2 if problem.is_dirty_after(before, unit) else 1)
+                stay = 1 << unit, tuple(between)
+                stays.append((rank, -problem.units[unit].copied_bytes, stay))
+    return [stay for *_, stay in sorted(stays)]
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -196,8 +224,7 @@ class Place(NamedTuple):
 
 
 class Course(NamedTuple):
-    """One cycle of phases. The same cycle has the same steps, whichever of its phases is the
-    present one."""
+    """One cycle of phases. The same cycle has the same steps in each of its phases."""
 
     steps: tuple[Step, ...]
     at: int  # the index of the present phase
@@ -207,11 +234,11 @@ class Course(NamedTuple):
 
 
 class Worker:
-    """The handles of one worker: what is always the same, wherever they are now.
+    """The handles of one worker: the facts that do not depend on where they are now.
 
     Args:
         view: a view of the worker with every handle CPU_OFFLOADED.
-        plan_of: the plan for what a phase needs.
+        plan_of: the plan for the needs of a phase.
     """
 
     def __init__(self, view: View, plan_of: Callable[[View], Plan]) -> None:
@@ -219,57 +246,56 @@ class Worker:
         self._plan_of = plan_of
         self.step = functools.cache(self._step)
         self.course = functools.lru_cache(_MOST_COURSES)(self._course)
-        having = [
-            handle
-            for handle in view.handles.values()
-            if handle.built and not handle.external and handle.num_bytes
-        ]
-        found = [each for handle in having for each in _units_of(handle)]
-        self.places = [place for place, _ in found]
-        self.units = tuple(unit for _, unit in found)
-        self.of_handle = {
-            name: sum(1 << i for i, place in enumerate(self.places) if place.name == name)
-            for name in view.handles
-        }
+        self.places: list[Place] = []
+        units: list[Unit] = []
+        self.of_handle = dict.fromkeys(view.handles, 0)
         """The units of each handle."""
+        for handle in view.handles.values():
+            if not handle.built or handle.external or not handle.num_bytes:
+                continue
+            for place, unit in _units_of(handle):
+                self.of_handle[handle.name] |= 1 << len(units)
+                self.places.append(place)
+                units.append(unit)
+        self.units = tuple(units)
 
     def under(self, plan: Plan) -> int:
-        whole = sum(
-            [units for name, units in self.of_handle.items() if units and plan.on_device(name)]
-        )
+        """The units that a plan has on the device."""
+        units = 0
+        for name, of_handle in self.of_handle.items():
+            if of_handle and plan.on_device(name):
+                units |= of_handle
         for name, tags in plan.parts.items():
-            whole &= ~sum(
-                [
-                    1 << i
-                    for i in bits(self.of_handle[name])
-                    if (tag := self.places[i].tag) is not None and tag not in tags
-                ]
-            )
-        return whole
+            units &= ~self._other_parts(name, tags)
+        return units
 
     def present(self, view: View) -> int:
-        found = 0
+        """The units that are on the device now."""
+        units = 0
         for handle in view.handles.values():
             if handle.state is not State.CPU_OFFLOADED and handle.resident_bytes:
-                found |= self.of_handle[handle.name]
+                units |= self.of_handle[handle.name]
                 if handle.resident_tags and handle.tags:
-                    away = handle.tags.keys() - handle.resident_tags
-                    found &= ~sum(
-                        [
-                            1 << i
-                            for i in bits(self.of_handle[handle.name])
-                            if self.places[i].tag in away
-                        ]
-                    )
-        return found
+                    units &= ~self._other_parts(handle.name, handle.resident_tags)
+        return units
+
+    def _other_parts(self, name: str, tags: frozenset[str]) -> int:
+        """The units of an engine's parts that have other tags than these."""
+        units = 0
+        for unit in bits(self.of_handle[name]):
+            tag = self.places[unit].tag
+            if tag is not None and tag not in tags:
+                units |= 1 << unit
+        return units
 
     def early(self, view: View) -> dict[int, int]:
         """The units of which bytes are on the device early, with these bytes."""
-        found = dict[int, int]()
+        early: dict[int, int] = {}
         for handle in view.handles.values():
             if handle.prefetched_bytes:
-                found |= dict.fromkeys(bits(self.of_handle[handle.name]), handle.prefetched_bytes)
-        return found
+                for unit in bits(self.of_handle[handle.name]):
+                    early[unit] = handle.prefetched_bytes
+        return early
 
     def size(self, mask: int) -> int:
         return sum([self.units[i].nbytes for i in bits(mask)])
@@ -277,62 +303,73 @@ class Worker:
     def _course(self, phases: tuple[str, ...]) -> Course:
         """The cycle that begins with the present phase. Raises PolicyError where a phase is
         unknown."""
+        steps = _shortest_period(self._steps_with_checkpoints(phases))
+        # where the cycle begins, so that it is the same from each of its phases: schedules are
+        # cached by it
+        start = min(range(len(steps)), key=lambda index: _rotated(steps, index))
+        cycle = tuple(_rotated(steps, start))
+        next_use = [_next_use(steps, unit) for unit in range(len(self.units))]
+        return Course(cycle, -start % len(steps), tuple(next_use))
+
+    def _steps_with_checkpoints(self, phases: tuple[str, ...]) -> list[Step]:
+        """The steps of these phases. Nothing leaves in a checkpoint, so the phase before it goes
+        on."""
         steps = [self.step(name) for name in phases]
-        # nothing leaves in a checkpoint, so the phase before it goes on; the first one may go on
-        # from the last
-        for _ in range(2):
+        for _ in range(2):  # the first phase may go on from the last
             for index, name in enumerate(phases):
                 if name == "checkpoint":
                     before = steps[index - 1]
-                    steps[index] = Step(
-                        self.step(name).needed | before.needed, before.trained, before.streamed
-                    )
-        period = next(
-            n
-            for n in range(1, len(steps) + 1)
-            if len(steps) % n == 0 and steps == steps[:n] * (len(steps) // n)
-        )
-        shift = min(range(period), key=lambda i: steps[i:period] + steps[:i])
-        next_use = [
-            next((d for d in range(1, period + 1) if steps[d % period].needed >> unit & 1), NEVER)
-            for unit in range(len(self.units))
-        ]
-        return Course((*steps[shift:period], *steps[:shift]), -shift % period, tuple(next_use))
+                    needed = self.step(name).needed | before.needed
+                    steps[index] = Step(needed, before.trained, before.streamed)
+        return steps
 
     def _step(self, phase: str) -> Step:
         """The units that a phase needs. Raises PolicyError where it is unknown."""
         plan = self._plan_of(replace(self._view, phase=phase))
-        needed = self.under(plan)
         written = {name for name, state in plan.targets.items() if state is State.TRAINING}
         if phase == "weight_sync":
-            written |= {h.name for h in rollout_models(self._view)}
-        streamed = sum([self.of_handle[name] for name in plan.streamed])
-        return Step(needed, needed & sum([self.of_handle[name] for name in written]), streamed)
+            written |= {handle.name for handle in rollout_models(self._view)}
+        needed = self.under(plan)
+        return Step(needed, needed & self._of_all(written), self._of_all(plan.streamed))
+
+    def _of_all(self, names: Iterable[str]) -> int:
+        return sum([self.of_handle[name] for name in names])
+
+
+def _shortest_period(steps: list[Step]) -> list[Step]:
+    """The shortest list that, repeated, gives these steps."""
+    for length in range(1, len(steps)):
+        repeats, remainder = divmod(len(steps), length)
+        if remainder == 0 and steps == steps[:length] * repeats:
+            return steps[:length]
+    return steps
+
+
+def _rotated(steps: list[Step], start: int) -> list[Step]:
+    return steps[start:] + steps[:start]
+
+
+def _next_use(steps: list[Step], unit: int) -> int:
+    """After how many phases from the first one a phase needs a unit; `NEVER` if none does."""
+    for distance in range(1, len(steps) + 1):
+        if steps[distance % len(steps)].needs(unit):
+            return distance
+    return NEVER
 
 
 def _units_of(handle: HandleView) -> list[tuple[Place, Unit]]:
-    if handle.kind == "engine" and not handle.can_prefetch:
-        # It places its own memory: copies its weights, changed or not, and drops the rest. Counted
-        # in parts where all sizes are known.
-        if len(handle.tags) > 1 and sum(handle.tags.values()) == handle.num_bytes:
-            sizes = {tag: nbytes for tag, nbytes in handle.tags.items() if nbytes}
-            copied = {tag: nbytes if tag == "weights" else 0 for tag, nbytes in sizes.items()}
-            return [
-                (Place(handle.name, tag), Unit(nbytes, copied[tag], False, "always"))
-                for tag, nbytes in sizes.items()
-            ]
-        return [
-            (
-                Place(handle.name, None),
-                Unit(
-                    handle.num_bytes, handle.tags.get("weights", handle.num_bytes), False, "always"
-                ),
-            )
-        ]
-    unit = Unit(
-        handle.num_bytes,
-        handle.num_bytes,
-        handle.can_prefetch,
-        "never" if handle.readonly else "trained",
-    )
-    return [(Place(handle.name, None), unit)]
+    nbytes = handle.num_bytes
+    if handle.kind != "engine" or handle.can_prefetch:
+        is_copied_back: Literal["never", "trained"] = "never" if handle.readonly else "trained"
+        unit = Unit(nbytes, nbytes, handle.can_prefetch, is_copied_back)
+        return [(Place(handle.name, None), unit)]
+    # It places its own memory: it copies its weights, changed or not, and drops the other parts.
+    if len(handle.tags) < 2 or sum(handle.tags.values()) != nbytes:  # not all sizes are known
+        unit = Unit(nbytes, handle.tags.get("weights", nbytes), False, "always")
+        return [(Place(handle.name, None), unit)]
+    parts = []
+    for tag, tag_bytes in handle.tags.items():
+        if tag_bytes:
+            unit = Unit(tag_bytes, tag_bytes if tag == "weights" else 0, False, "always")
+            parts.append((Place(handle.name, tag), unit))
+    return parts
