@@ -8,6 +8,6 @@ from placement.core.errors import PlacementError
 
 __all__ = [
     name
-    for name, each in globals().items()
-    if isinstance(each, type) and issubclass(each, PlacementError)
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, PlacementError)
 ]

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -55,11 +55,11 @@ def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
         return
     stack.is_closing = True
     try:
-        for each in stack.phases.all:
-            # `enter` has opened it, and nobody is left to leave it
-            each.is_abandoned |= each.holder is None and not each.in_any_order
+        for phase in stack.phases.all:
+            # `enter` has opened it, and no caller is left to leave it
+            phase.is_abandoned |= phase.holder is None and not phase.in_any_order
         # another one, which the user still holds, can be left without the manager
-        if all(each.is_abandoned for each in stack.phases.all):
+        if all(phase.is_abandoned for phase in stack.phases.all):
             stack.close()
     finally:
         _close_all(servers)
@@ -93,21 +93,30 @@ class Manager:
             the environment variable `PLACEMENT_DEVICE`, else this process's accelerator. A
             `torch.device` and the index of a CUDA device are taken, too.
         policy: the name of an entry point in the group "placement.policies",
-        "package.module:Class", a class, or an instance. A string
-            may include options: "colocated(drop_gradients=True)".
+            "package.module:Class", a class, or an instance. A string may include options:
+            "colocated(drop_gradients=True)".
         budget_bytes: device bytes that all handles together may hold, as a number or as text
-        ("12GiB"). None: what is free plus what
-            the handles hold, less what other users of the device need.
+            ("12GiB"). None: the free bytes and those that the handles hold, less the bytes that
+            other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this
-        process alone. worker_role: "trainer", "rollout" or "hybrid": what this process is for.
+            process alone.
+        worker_role: the work of this process: "trainer", "rollout" or "hybrid".
         settings: the other fields of `Settings` (turns, phases, strict, verify,
-        pinned_limit_bytes, discovery, ...).
+            pinned_limit_bytes, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.
         TypeError: `device` is none of these.
         PolicyError: the policy was not found or could not be made.
         PlacementError: the device does not exist.
+
+    Example:
+        ::
+
+            manager = placement.Manager(device="cuda:0", policy="cyclic", budget_bytes="60GiB")
+            manager.register("actor", model, role="actor")
+            with manager.phase("train"):
+                ...
     """
 
     def __init__(
@@ -120,22 +129,22 @@ class Manager:
         worker_role: WorkerRole = "hybrid",
         **settings: Unpack[SettingsKeywords],
     ) -> None:
-        chosen: dict[str, Any] = {
+        values: dict[str, Any] = {
             "budget_bytes": budget_bytes,
             "worker_role": worker_role,
             **settings,
         }
-        wanted = name_or_device(device)
-        chosen |= {"device": wanted} if isinstance(wanted, str) else {}
-        chosen |= {"policy": policy} if isinstance(policy, str) else {}
-        self.settings = Settings.from_any(chosen)
+        device = name_or_device(device)
+        if isinstance(device, str):
+            values["device"] = device
+        if isinstance(policy, str):
+            values["policy"] = policy
+        self.settings = Settings.from_any(values)
         self.policy = resolve_policy(policy)
-        is_tight = self.settings.budget_bytes is not None or self.settings.turns is not None
-        self.device = (
-            select_device(self.settings.device, is_tight=is_tight)
-            if isinstance(wanted, str)
-            else wanted
-        )
+        if isinstance(device, str):
+            is_tight = self.settings.budget_bytes is not None or self.settings.turns is not None
+            device = select_device(self.settings.device, is_tight=is_tight)
+        self.device = device
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal()
@@ -166,17 +175,17 @@ class Manager:
 
         An error about a value has a note that tells the variables of the environment.
         """
-        given = Settings.from_any(source).model_dump(exclude_unset=True)
-        variables = [
-            f"{PREFIX}{key.upper()}={value!r}"
-            for key, value in given.items()
-            if source is None and key not in keywords
-        ]
-        given.update(keywords)
+        settings = Settings.from_any(source).model_dump(exclude_unset=True)
+        variables = []
+        if source is None:
+            for key, value in settings.items():
+                if key not in keywords:
+                    variables.append(f"{PREFIX}{key.upper()}={value!r}")
+        settings.update(keywords)
         try:
-            return cls(**given)
+            return cls(**settings)
         except (PlacementError, ValueError) as error:
-            if variables:  # the message is about a value, and whoever set it has written a variable
+            if variables:  # the message is about a value, which was set by a variable
                 error.add_note(f"placement: set in the environment: {', '.join(variables)}")
             raise
 
@@ -186,10 +195,9 @@ class Manager:
     def handles(self) -> Mapping[str, Handle]:
         """All registered handles by name, in registration order. Read-only, and not updated
         later."""
-        handles = self._stack.registry.handles
-        return MappingProxyType(
-            {name: handle for name, handle in handles.copy().items() if not handle.is_gone}
-        )
+        registered = self._stack.registry.handles.copy()
+        alive = {name: handle for name, handle in registered.items() if not handle.is_gone}
+        return MappingProxyType(alive)
 
     def register(
         self,
@@ -212,63 +220,66 @@ class Manager:
         Args:
             name: the handle's name: 1 to 64 letters, digits and `_.:-`.
             target: the object to register. Keep a reference to a module or an optimizer: if it is
-            garbage-collected, its handle goes, too. role: the purpose of the object, for the
-            policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
-                owner's role.
+                garbage-collected, its handle goes, too.
+            role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or
+                rollout. An optimizer has its owner's role.
             owner: the module handle whose parameters an optimizer steps; needed only where
-            placement cannot tell from the parameters. With
-                it, parameters of no registered module (float32 copies of the owner's) move with the
-                optimizer.
+                placement cannot tell from the parameters. With it, parameters of no registered
+                module (float32 copies of the owner's) move with the optimizer.
             readonly: the values never change. They are never copied back to the host; a write in
-            place is reported as an
-                `IntegrityError`. New tensors in place of registered ones (`half()`,
-                `load_state_dict(assign=True)`, `.data =`), which are put in while it is on the
-                device, are its values from then on.
+                place is reported as an `IntegrityError`. New tensors in place of registered ones
+                (`half()`, `load_state_dict(assign=True)`, `.data =`), which are put in while it is
+                on the device, are its values from then on.
             external: the object's framework moves its bytes. placement tracks and guards it, and
-            never moves it. replicated: for a module of which several ranks of the group have the
-            same frozen values: all of a readonly
-                one, and else the parameters that need no gradient (the base under adapters). The
-                ranks of one machine share one host copy of these. Each of N ranks loads 1/N over
-                its own link and gathers the rest from the others. All ranks of the group must
-                register it at the same place of their program. A process group: its ranks have the
-                same, and are on one machine. True: the process group of a `DistributedDataParallel`
-                (torch's, or Megatron-Core's); the replicate dimension of a device mesh (HSDP); else
-                torch.distributed's default one; of their ranks those of this machine.
+                never moves it.
+            replicated: for a module of which several ranks of the group have the same frozen
+                values: all of a readonly one, and else the parameters that need no gradient (the
+                base under adapters). The ranks of one machine share one host copy of these. Each of
+                N ranks loads 1/N over its own link and gathers the rest from the others. All ranks
+                of the group must register it at the same place of their program. A process group:
+                its ranks have the same, and are on one machine. True: the process group of a
+                `DistributedDataParallel` (torch's, or Megatron-Core's); the replicate dimension of
+                a device mesh (HSDP); else torch.distributed's default one; of their ranks those of
+                this machine.
             replace: for set-up code that runs again. If the name is taken by this very object, its
-            handle is returned as it is. If it is
-                taken by another object, that one is unregistered first, with the optimizers that
-                step it.
+                handle is returned as it is. If it is taken by another object, that one is
+                unregistered first, with the optimizers that step it.
 
         Raises:
-            RegistrationError: the object cannot be registered; the message says why and what to do.
-            For a replicated object every rank
-                raises it; if the ranks' values differ, before any byte has moved.
+            RegistrationError: the object cannot be registered; the message has the reason and
+                advice. For a replicated object every rank raises it; if the ranks' values differ,
+                before any byte has moved.
             HostMemoryError, DeviceMemoryError: there is not enough memory for it.
-            After any error the object is not registered and has its values. Where its host copy was
-            made already, its tensors are in host memory now.
+
+        After any error the object is not registered and has its values. Where its host copy was
+        made already, its tensors are in host memory now.
+
+        Example:
+            ::
+
+                actor = manager.register("actor", model, role="actor")
+                manager.register("actor.optimizer", optimizer)
+                manager.register("ref", ref_model, role="ref", readonly=True)
         """
-        registry, lock = self._stack.registry, self._stack.lock
-        # The group is told of a replicated handle whose registration fails here, even if it is
-        # refused before any work begins.
-        attempt = (
-            nullcontext()
-            if replicated is False
-            else lock.attempt(self._replication.vote, begins=True, raises_own=True)
-        )
+        registry = self._stack.registry
+        lock = self._stack.lock
+        attempt: AbstractContextManager[Any] = nullcontext()
+        registering: AbstractContextManager[Any] = nullcontext()
+        if replicated is not False:
+            # The group is told of a replicated handle whose registration fails here, even if it is
+            # refused before any work begins.
+            attempt = lock.attempt(self._replication.vote, begins=True, raises_own=True)
+            registering = self._replication.registering(name, target, replicated)
         with attempt, lock.transition():
-            if replace and (old := registry.handles.get(name)) is not None:
+            old = registry.handles.get(name) if replace else None
+            if old is not None:
                 if old.object is target:
                     return old
-                for each in (*self._stack.steppers_of(old), old):
-                    self._stack.forget(each)
+                for handle in (*self._stack.steppers_of(old), old):
+                    self._stack.forget(handle)
             before = registry.handles.copy()
             try:
-                with (
-                    nullcontext()
-                    if replicated is False
-                    else self._replication.registering(name, target, replicated) as replicas
-                ):
-                    ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
+                with registering as ranks:
                     handle = registry.add(
                         name,
                         target,
@@ -278,12 +289,11 @@ class Manager:
                         external=external,
                         ranks=ranks,
                     )
-                    self._stack.join(handle, agree)
+                    self._stack.join(handle, None if ranks is None else ranks.agree)
             except BaseException:
-                for added in [
-                    each for known, each in registry.handles.items() if known not in before
-                ]:
-                    registry.remove(added)
+                added = [name for name in registry.handles if name not in before]
+                for added_name in added:
+                    registry.remove(registry.handles[added_name])
                 raise
             return handle
 
@@ -302,15 +312,15 @@ class Manager:
                 registered.
         """
         with self._stack.lock.transition():
-            found = self._stack.known(handle)
-            if steppers := self._stack.steppers_of(found):
+            handle = self._stack.known(handle)
+            steppers = [optimizer.name for optimizer in self._stack.steppers_of(handle)]
+            if steppers:
                 raise PhaseError(
-                    f"{found.name!r} is stepped by {', '.join(each.name for each in steppers)}; "
-                    "unregister that first"
+                    f"{handle.name!r} is stepped by {', '.join(steppers)}; unregister that first"
                 )
             if on_device:
-                self._stack.bring((found.name,))
-            self._stack.forget(found)
+                self._stack.bring((handle.name,))
+            self._stack.forget(handle)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
         """Unregister all handles, optimizers first, release the device's memory and stop the
@@ -340,7 +350,12 @@ class Manager:
         """The name of the innermost open phase; "idle" outside every phase."""
         return self._stack.phases.name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
+    def phase(
+        self,
+        name: str,
+        *,
+        only: Iterable[str | Handle] | None = None,
+    ) -> PhaseContext:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
 
         Entering moves every handle where the policy wants it in this phase. Leaving moves every
@@ -364,7 +379,12 @@ class Manager:
         """
         return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
 
-    def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
+    def hold(
+        self,
+        name: str,
+        *,
+        only: Iterable[str | Handle] | None = None,
+    ) -> Hold:
         """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads
         in another, in whatever order.
 
@@ -374,7 +394,12 @@ class Manager:
         """
         return Hold(self._stack, name, only, keeps_alive=self)
 
-    def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
+    def enter(
+        self,
+        name: str,
+        *,
+        only: Iterable[str | Handle] | None = None,
+    ) -> None:
         """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave`
         closes it, from any thread.
 
@@ -384,7 +409,12 @@ class Manager:
         phase.__enter__()
         self._entered.append(phase)
 
-    def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
+    def switch(
+        self,
+        name: str,
+        *,
+        only: Iterable[str | Handle] | None = None,
+    ) -> None:
         """End the phase that `enter` opened last, and begin `name` in its place, in one phase
         transition. See `Phase.switch`."""
         self._last_entered(f"switch to {name!r}").switch(name, only=only)
@@ -402,12 +432,12 @@ class Manager:
         """
         self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
-    def _last_entered(self, what: str) -> PhaseContext:
+    def _last_entered(self, action: str) -> PhaseContext:
         with self._stack.lock.attempt(raises_own=True):
             while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()
             if not self._entered:
-                raise PhaseError(f"cannot {what}: no phase was entered with enter()")
+                raise PhaseError(f"cannot {action}: no phase was entered with enter()")
         return self._entered[-1]
 
     def suspend(

@@ -61,7 +61,11 @@ def _pass_on(name: str, member: object) -> Any:
 _PassingOn: Any = type(
     "_PassingOn",
     (Device,),
-    {name: _pass_on(name, each) for name, each in vars(Device).items() if name[0] != "_"},
+    {
+        name: _pass_on(name, member)
+        for name, member in vars(Device).items()
+        if not name.startswith("_")
+    },
 )
 
 
@@ -89,7 +93,13 @@ class Faults(_PassingOn):  # type: ignore[misc]  # a Device, of which every meth
         # the operation, the first call that fails, and whether all later ones do
         self._faults: list[tuple[str, int, bool]] = []
 
-    def fail(self, operation: str, *, at: int = 1, forever: bool = False) -> None:
+    def fail(
+        self,
+        operation: str,
+        *,
+        at: int = 1,
+        forever: bool = False,
+    ) -> None:
         """Let a later call of an operation fail. Several faults may be set at the same time.
 
         Args:
@@ -147,12 +157,11 @@ def assert_nothing_resident(
     Args:
         except_for: names of handles that the policy keeps on the device when idle.
         allow_foreign: frameworks may keep device memory for offloaded handles.
-        `DistributedDataParallel` does by default: its buckets
-            are as large as the gradients.
+            `DistributedDataParallel` does by default: its buckets are as large as the gradients.
 
     Raises:
         AssertionError: something is still on the device; the message names the handles and the
-        bytes.
+            bytes.
     """
     audit = manager.audit()  # first: it also looks for tensors beside those that move
     in_phase = bool(manager.snapshot().phases)
@@ -161,15 +170,16 @@ def assert_nothing_resident(
     kept_by_framework: list[str] = []
     for name, handle in handles.items():
         if handle.state is State.CPU_OFFLOADED:
-            if left := handle.resident_bytes - (handle.prefetched_bytes if in_phase else 0):
-                problems.append(f"{name} is CPU_OFFLOADED and holds {left:,} bytes")
-            kept_by_framework += [
-                (
-                    f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: "
-                    f"{what}"
+            left_bytes = handle.resident_bytes
+            if in_phase:
+                left_bytes -= handle.prefetched_bytes
+            if left_bytes:
+                problems.append(f"{name} is CPU_OFFLOADED and holds {left_bytes:,} bytes")
+            for kept, nbytes in handle.storage.kept_by_framework:
+                kept_by_framework.append(
+                    f"{name} is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the "
+                    f"device: {kept}"
                 )
-                for what, n in handle.storage.kept_by_framework
-            ]
         elif not in_phase and name not in except_for:
             problems.append(
                 f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} "

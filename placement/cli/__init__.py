@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
         # else the interpreter complains when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -73,7 +73,9 @@ def _device_name(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"torch sees no CUDA device for {text!r}; --device simulated runs anywhere"
         )
-    return text if text != "auto" else "cuda:0" if available else "simulated"
+    if text != "auto":
+        return text
+    return "cuda:0" if available else "simulated"
 
 
 def _positive(text: str) -> int:
@@ -85,25 +87,24 @@ def _positive(text: str) -> int:
 def _new_file(text: str) -> Path:
     """A file that can be written when the job is over. A mistake is told before the job runs."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    written = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(written, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return path
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, with or without a manager. Returns 0 when it ran and the audit found nothing."""
-    recipe, tokenizer = Recipe(steps=arguments.steps, seed=arguments.seed), Characters()
+    recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
+    tokenizer = Characters()
     actor = build_actor(tokenizer, arguments.seed)
-    print(
-        f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} "
-        f"parameters, {recipe.steps} steps"
-    )
-    name, model_bytes = arguments.device, sum(parameter.nbytes for parameter in actor.parameters())
+    num_parameters = sum(parameter.numel() for parameter in actor.parameters())
+    model_bytes = sum(parameter.nbytes for parameter in actor.parameters())
+    print(f"GRPO on arithmetic: a model of {num_parameters:,} parameters, {recipe.steps} steps")
     with repeatable():
         if arguments.no_placement:
-            worker = make_worker(
-                actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe
-            )
+            name = "cpu" if arguments.device == "simulated" else arguments.device
+            worker = make_worker(actor, tokenizer, torch.device(name), recipe)
             result = train(worker, EverythingResident(worker.device))
             result |= {
                 "weights_sha256": digest_of(actor.state_dict()),
@@ -112,19 +113,21 @@ def run(arguments: argparse.Namespace) -> int:
                 "ok": True,
             }
         else:
-            device: Device
-            # with room for training (actor, two moments), but not for the whole job
-            if name == "simulated":
-                device = SimulatedDevice(
-                    capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH
-                )
-            else:
-                device = select_device(name)
+            device = make_device(arguments.device, model_bytes)
             worker = make_worker(actor, tokenizer, device.torch_device, recipe)
             result = run_managed(worker, device, arguments, _COPIES * model_bytes)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(not result["ok"])
+
+
+def make_device(name: str, model_bytes: int) -> Device:
+    """The device. The simulated one has room for training (actor, two moments), but not for the
+    whole job."""
+    if name != "simulated":
+        return select_device(name)
+    capacity_bytes = int(3.8 * model_bytes)
+    return SimulatedDevice(capacity_bytes=capacity_bytes, bandwidth_bytes_per_second=_BANDWIDTH)
 
 
 def make_worker(
@@ -205,15 +208,22 @@ class EverythingResident:
     the device, and nothing moves."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        self._device, self._module = device, module
+        self._device = device
+        self._module = module
 
     def register(
-        self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False
+        self,
+        _name: str,
+        obj: Any,
+        /,
+        *,
+        role: str | None = None,
+        readonly: bool = False,
     ) -> EverythingResident:
         module = getattr(obj, "module", obj)
-        return EverythingResident(
-            self._device, module.to(self._device) if isinstance(module, nn.Module) else None
-        )
+        if not isinstance(module, nn.Module):
+            return EverythingResident(self._device)
+        return EverythingResident(self._device, module.to(self._device))
 
     @contextlib.contextmanager
     def phase(
@@ -221,18 +231,23 @@ class EverythingResident:
     ) -> Iterator[EverythingResident]:
         yield self
 
-    def switch(self, _name: str, /, *, only: Sequence[str] | None = None) -> None:
+    def switch(
+        self,
+        _name: str,
+        /,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> None:
         """Nothing: no phase needs anything else."""
 
     def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        yield from (
-            [(name, parameter.detach())] for name, parameter in self._module.named_parameters()
-        )
+        for name, parameter in self._module.named_parameters():
+            yield [(name, parameter.detach())]
 
 
 class Recorder:
-    """Wraps a manager and an open phase, and records each phase transition: what has moved, and
-    what is on the device afterwards."""
+    """Wraps a manager and an open phase, and records each phase transition: the bytes that have
+    moved, and those that are on the device afterwards."""
 
     def __init__(self, manager: placement.Manager) -> None:
         self.register = manager.register
@@ -242,39 +257,52 @@ class Recorder:
         self._manager = manager
 
     @contextlib.contextmanager
-    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[Recorder]:
+    def phase(
+        self,
+        name: str,
+        /,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> Iterator[Recorder]:
         self._manager.metrics()
         with self._manager.phase(name, only=only) as self._open:
             self._record(name)
             yield self
         self._record(IDLE)
 
-    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
+    def switch(
+        self,
+        name: str,
+        /,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> None:
         self._open.switch(name, only=only)
         self._record(name)
 
     def _record(self, phase: str) -> None:
-        figures, handles = self._manager.metrics(), self._manager.handles.values()
-        row = {
-            "states": {handle.name: handle.state for handle in handles},
-            "device_bytes": self._manager.device.memory().chunk_bytes,
-        }
-        self.rows.append((phase, row | {name: figures[f"placement/{name}"] for name in _FIGURES}))
+        figures = self._manager.metrics()
+        handles = self._manager.handles.values()
+        row: dict[str, Any] = {name: figures[f"placement/{name}"] for name in _FIGURES}
+        row["states"] = {handle.name: handle.state for handle in handles}
+        row["device_bytes"] = self._manager.device.memory().chunk_bytes
+        self.rows.append((phase, row))
 
 
 _FIGURES = ("to_device_gb", "to_host_gb", "skipped_gb", "stall_seconds")
 
 
 def phase_table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    names, cells = list(rows[0][1]["states"]), []
+    _, first = rows[0]
+    names = list(first["states"])
+    cells = []
     for phase, row in rows:
         moved = [round(row[name] * 1e9) for name in _FIGURES[:3]]
         sizes = [readable(nbytes) for nbytes in (row["device_bytes"], *moved)]
         states = [WORDS[row["states"][name]] for name in names]
         cells.append((phase, *states, *sizes, f"{row['stall_seconds'] * 1e3:.1f} ms"))
-    return plain_table(
-        ("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall"), cells
-    )
+    columns = ("phase", *names, "on device", "loaded", "offloaded", "skipped", "stall")
+    return plain_table(columns, cells)
 
 
 @contextlib.contextmanager
@@ -295,7 +323,6 @@ def digest_of(state_dict: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in state_dict.items():
         digest.update(name.encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        elements = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(elements.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

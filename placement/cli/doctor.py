@@ -75,27 +75,30 @@ def run(arguments: argparse.Namespace) -> int:
             f"{error} For this command: placement doctor --device simulated:1GiB"
         ) from error
     try:
-        found = examine(device, arguments.bytes)
+        inspection = examine(device, arguments.bytes)
     finally:
         device.close()
-    print(found.model_dump_json(indent=1) if arguments.json else table(found))
+    print(inspection.model_dump_json(indent=1) if arguments.json else table(inspection))
     if arguments.workers and not arguments.json:
         print("\n" + node_table(views_of(arguments.workers)))
-    return int(bool(found.findings))
+    return int(bool(inspection.findings))
 
 
 def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
     """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is
     no room for it. Raises DeviceMemoryError, HostMemoryError: see `inspect`."""
-    found = inspect(device, nbytes)
+    inspection = inspect(device, nbytes)
+    added: dict[str, object] = {}
     try:
-        if (directory := Settings.from_any(None).disk_directory) is not None:
+        directory = Settings.from_any(None).disk_directory
+        if directory is not None:
             check_directory(directory)
-            found = found.model_copy(update={"disk_free_bytes": shutil.disk_usage(directory).free})
+            added["disk_free_bytes"] = shutil.disk_usage(directory).free
     except ValueError as error:
-        found = found.model_copy(update={"findings": (*found.findings, str(error))})
-    room = min(nbytes, found.free_bytes // 4, found.host_available_bytes // 4)
-    return found.model_copy(update={"transitions": _transitions(device, room, found.link)})
+        added["findings"] = *inspection.findings, str(error)
+    room = min(nbytes, inspection.free_bytes // 4, inspection.host_available_bytes // 4)
+    added["transitions"] = _transitions(device, room, inspection.link)
+    return inspection.model_copy(update=added)
 
 
 def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeconds:
@@ -110,10 +113,10 @@ def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeco
         more_bytes / link.to_host_bytes_per_second,
         0.0,
     )
-    seconds = zip(most, least, copying, strict=True)
-    loaded, offloaded, skipped = (
-        max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds
-    )
+    of_a_byte = []
+    for large, small, copy in zip(most, least, copying, strict=True):
+        of_a_byte.append(max(0.0, large - small - copy) / more_bytes)
+    loaded, offloaded, skipped = of_a_byte
     moving = max(alone, statistics.median(least))  # these are timed with warm caches
     return TransitionSeconds(
         alone=alone,
@@ -153,7 +156,8 @@ def _nothing_moves(device: Device) -> float:
     Some work lies before each of them, as in a job: without it they are twice as fast, because all
     that they need is in the caches.
     """
-    model, frozen = _model(device, 1), _model(device, 1)
+    model = _model(device, 1)
+    frozen = _model(device, 1)
     manager = placement.Manager(device=device, policy="resident")
     manager.register("actor", model, role="actor")
     manager.register("ref", frozen, role="ref", readonly=True)
@@ -165,8 +169,8 @@ def _nothing_moves(device: Device) -> float:
         seconds = []
         for index, phase in enumerate(CYCLES["grpo"]):
             work.neg_()
-            go = manager.switch if index else manager.enter
-            seconds.append(_seconds(device, functools.partial(go, phase)))
+            change = manager.switch if index else manager.enter
+            seconds.append(_seconds(device, functools.partial(change, phase)))
             if phase == "train":
                 for parameter in model:
                     parameter.grad = torch.ones_like(parameter)
@@ -184,17 +188,15 @@ def _nothing_moves(device: Device) -> float:
 def _model(device: Device, nbytes: int) -> torch.nn.ParameterList:
     with torch.no_grad():
         size = max(1, nbytes // _TENSORS // 2)
-        ones = (
-            torch.ones(size, dtype=torch.bfloat16, device=device.torch_device)
-            for _ in range(_TENSORS)
-        )
-        return torch.nn.ParameterList(
-            torch.nn.Parameter(each, requires_grad=False) for each in ones
-        )
+        model = torch.nn.ParameterList()
+        for _ in range(_TENSORS):
+            ones = torch.ones(size, dtype=torch.bfloat16, device=device.torch_device)
+            model.append(torch.nn.Parameter(ones, requires_grad=False))
+        return model
 
 
 def _seconds(device: Device, move: Callable[[], object]) -> float:
-    """From an idle device to an idle device."""
+    """The seconds of a move, from an idle device to an idle device."""
     device.sync()
     began = time.perf_counter()
     move()
@@ -202,54 +204,53 @@ def _seconds(device: Device, move: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def table(found: Inspection) -> str:
+def table(inspection: Inspection) -> str:
     """The inspection as text: a line for each subject, then the findings."""
-    link = found.link
-    node = (
-        ("one node, so there is no choice")
-        if found.numa_nodes < 2
-        else (f"{found.numa_nodes} nodes, the device's is not known")
-    )
-    if found.numa_node is not None and found.numa_nodes > 1:
-        node = (
-            f"host memory is taken from node {found.numa_node} of {found.numa_nodes}, the device's "
-            "own"
-        )
-    pinned = "page-locked" if found.pageable_reason is None else "pageable"
+    link = inspection.link
+    free = f"{readable(inspection.free_bytes)} of {readable(inspection.total_bytes)} free"
+    pinned = "page-locked" if inspection.pageable_reason is None else "pageable"
     rows = {
-        "device": (
-            f"{found.device}, {readable(found.free_bytes)} of {readable(found.total_bytes)} free "
-            f"{found.uuid}"
-        ),
+        "device": f"{inspection.device}, {free} {inspection.uuid}",
         "to device": _rate(link.to_device_bytes_per_second),
         "to host": _rate(link.to_host_bytes_per_second),
         "both": f"{_rate(link.both_bytes_per_second)} with both directions at once",
-        "transition": "" if found.transitions is None else _beside(found.transitions),
-        "host memory": f"{readable(found.host_available_bytes)} available, {pinned}",
-        "disk": ""
-        if found.disk_free_bytes is None
-        else (f"{readable(found.disk_free_bytes)} free for host copies"),
-        "NUMA": node,
-        "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }
-    lines = [f"{name:<12}{text}".rstrip() for name, text in rows.items() if text]
-    return "\n".join(
-        [*lines, "", *([f"! {finding}" for finding in found.findings] or ["nothing found"])]
-    )
+    if inspection.transitions is not None:
+        rows["transition"] = _beside(inspection.transitions)
+    rows["host memory"] = f"{readable(inspection.host_available_bytes)} available, {pinned}"
+    if inspection.disk_free_bytes is not None:
+        rows["disk"] = f"{readable(inspection.disk_free_bytes)} free for host copies"
+    rows["NUMA"] = _nodes(inspection)
+    versions = inspection.versions.items()
+    rows["versions"] = ", ".join(f"{name} {version}" for name, version in versions)
+    lines = [f"{name:<12}{text}".rstrip() for name, text in rows.items()]
+    findings = [f"! {finding}" for finding in inspection.findings]
+    return "\n".join([*lines, "", *(findings or ["nothing found"])])
 
 
-def _beside(found: TransitionSeconds) -> str:
-    parts = {
-        "loaded": found.loaded_byte,
-        "copied back": found.offloaded_byte,
-        "offloaded without a copy": found.skipped_byte,
-    }
-    more = ", ".join(f"{1e3 * (1 << 30) * each:.2f} ms {name}" for name, each in parts.items())
-    alone, moving = (f"{1e3 * seconds:.2f} ms" for seconds in (found.alone, found.moving))
+def _nodes(inspection: Inspection) -> str:
+    count = inspection.numa_nodes
+    if count < 2:
+        return "one node, so there is no choice"
+    if inspection.numa_node is None:
+        return f"{count} nodes, the device's is not known"
+    return f"host memory is taken from node {inspection.numa_node} of {count}, the device's own"
+
+
+def _beside(transitions: TransitionSeconds) -> str:
+    alone = _milliseconds(transitions.alone)
+    moving = _milliseconds(transitions.moving)
+    gib = 1 << 30
     return (
         f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its "
-        f"copy: {more}"
+        f"copy: {_milliseconds(gib * transitions.loaded_byte)} loaded, "
+        f"{_milliseconds(gib * transitions.offloaded_byte)} copied back, "
+        f"{_milliseconds(gib * transitions.skipped_byte)} offloaded without a copy"
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _rate(bytes_per_second: float) -> str:

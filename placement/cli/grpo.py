@@ -29,10 +29,13 @@ class Characters:
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """The ids of texts of one length, int64 [texts, length]."""
-        return torch.tensor([[2 + self._alphabet.index(c) for c in text] for text in texts])
+        return torch.tensor([list(map(self._id_of, text)) for text in texts])
+
+    def _id_of(self, character: str) -> int:
+        return 2 + self._alphabet.index(character)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self._alphabet[i - 2] for i in ids if i >= 2)
+        return "".join(self._alphabet[index - 2] for index in ids if index >= 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampled completions. What stands behind an end token in `ids` is padding, which no token
-    before it attends to."""
+    """Sampled completions. The ids behind an end token are padding, which no token before it
+    attends to."""
 
     ids: Tensor  # int64 [samples, prompt + completion]
     # float32 [samples, completion]: 1 up to and including the end token of the completion
@@ -126,35 +129,30 @@ class Worker:
     ) -> tuple[Rollouts, float]:
         """Sample `completions` answers to each sum from the engine and judge them. Also returns the
         fraction of correct answers."""
-        recipe = self.recipe
-        prompts = (
-            self.tokenizer.encode([f"{a}+{b}=" for a, b in sums])
-            .to(self.device)
-            .repeat_interleave(recipe.completions, dim=0)
-        )
+        completions = self.recipe.completions
+        questions = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums]).to(self.device)
+        prompts = questions.repeat_interleave(completions, dim=0)
         answers, answer_mask = self.sample(prompts, generator)
 
-        targets = [a + b for a, b in sums for _ in range(recipe.completions)]
-        texts = [
-            (self.tokenizer.decode(ids), self.tokenizer.eos in ids) for ids in answers.tolist()
-        ]
-        rewards = torch.tensor(
-            [
-                judge(text, ended, target)
-                for (text, ended), target in zip(texts, targets, strict=True)
-            ]
+        rewards = []
+        correct = 0
+        for index, ids in enumerate(answers.tolist()):
+            a, b = sums[index // completions]
+            text = self.tokenizer.decode(ids)
+            rewards.append(judge(text, self.tokenizer.eos in ids, a + b))
+            correct += text == str(a + b)
+        rollouts = Rollouts(
+            torch.cat([prompts, answers], dim=1),
+            answer_mask,
+            torch.tensor(rewards).to(self.device),
         )
-        correct = sum(
-            text == str(target) for (text, _), target in zip(texts, targets, strict=True)
-        ) / len(targets)
-        return Rollouts(
-            torch.cat([prompts, answers], dim=1), answer_mask, rewards.to(self.device)
-        ), correct
+        return rollouts, correct / len(rewards)
 
     def sample(self, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Continue [samples, length] prompts by `new_tokens` ids with a KV cache. Returns ids and
         mask, [samples, new_tokens]."""
-        tokenizer, model = self.tokenizer, self.engine.module
+        tokenizer = self.tokenizer
+        model = self.engine.module
         ids, cache = prompts, None
         running = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
         answers: list[Tensor] = []
@@ -162,11 +160,10 @@ class Worker:
         for _ in range(self.recipe.new_tokens):
             output = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            probabilities = torch.softmax(
-                output.logits[:, -1].float() / self.recipe.temperature, dim=-1
-            )
-            chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-            ids = torch.where(running, chosen, tokenizer.pad).unsqueeze(1)
+            logits = output.logits[:, -1].float() / self.recipe.temperature
+            probabilities = torch.softmax(logits, dim=-1)
+            sampled = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+            ids = torch.where(running, sampled, tokenizer.pad).unsqueeze(1)
             answers.append(ids)
             answer_mask.append(running.float().unsqueeze(1))
             running = running & (ids.squeeze(1) != tokenizer.eos)
@@ -175,23 +172,21 @@ class Worker:
     def log_probs(self, model: nn.Module, rollouts: Rollouts) -> Tensor:
         """Log-probability of each sampled token, [samples, completion], float32."""
         length = rollouts.answer_mask.shape[1]
-        logits = (
-            model(input_ids=rollouts.ids, use_cache=False).logits[:, -length - 1 : -1].float()
-            / self.recipe.temperature
-        )
-        picked: Tensor = (
-            logits.log_softmax(dim=-1).gather(2, rollouts.ids[:, -length:, None]).squeeze(2)
-        )
-        return picked
+        output = model(input_ids=rollouts.ids, use_cache=False)
+        logits = output.logits[:, -length - 1 : -1].float()
+        logits = logits / self.recipe.temperature
+        log_probs: Tensor = logits.log_softmax(dim=-1)
+        sampled = rollouts.ids[:, -length:, None]
+        return log_probs.gather(2, sampled).squeeze(2)
 
     def update(self, rollouts: Rollouts, old: Tensor, ref: Tensor) -> tuple[float, float]:
         """One pass over the samples, one optimizer step a minibatch. Returns the mean loss and the
         mean KL to the reference."""
         recipe = self.recipe
         groups = rollouts.rewards.view(-1, recipe.completions)
-        advantages = (
-            (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-        ).view(-1, 1)
+        centred = groups - groups.mean(1, keepdim=True)
+        scale = groups.std(1, keepdim=True) + 1e-4
+        advantages = (centred / scale).view(-1, 1)
         losses, kls = [], []
         # Strided, so that every minibatch has completions of every prompt.
         for part in range(recipe.minibatches):
@@ -212,7 +207,9 @@ class Worker:
             losses.append(loss.detach())
             kls.append(kl.detach())
         self.optimizer.zero_grad()  # else the gradients would be offloaded together with the actor
-        return torch.stack(losses).mean().item(), torch.stack(kls).mean().item()
+        loss = torch.stack(losses).mean()
+        kl = torch.stack(kls).mean()
+        return loss.item(), kl.item()
 
 
 def judge(text: str, ended: bool, target: int) -> float:
@@ -220,8 +217,9 @@ def judge(text: str, ended: bool, target: int) -> float:
     so that training has a gradient."""
     if ended and text == str(target):
         return 1.0
-    digits = sum(c.isdigit() for c in text) / max(len(text), 1)
-    return 0.1 * digits + 0.1 * ended + 0.2 * (ended and text.isdigit() and len(text) <= 2)
+    digits = sum(map(str.isdigit, text)) / max(len(text), 1)
+    is_number = ended and text.isdigit() and len(text) <= 2
+    return 0.1 * digits + 0.1 * ended + 0.2 * is_number
 
 
 def grpo_loss(
@@ -230,9 +228,8 @@ def grpo_loss(
     """Clipped policy loss with the k3 estimate of the KL to the reference, a mean over tokens. All
     inputs [samples, completion]."""
     ratio = torch.exp(new - old)
-    policy = -torch.minimum(
-        ratio * advantages, ratio.clamp(1 - recipe.clip, 1 + recipe.clip) * advantages
-    )
+    clipped = ratio.clamp(1 - recipe.clip, 1 + recipe.clip)
+    policy = -torch.minimum(ratio * advantages, clipped * advantages)
     kl = torch.exp(ref - new) - (ref - new) - 1
     tokens = mask.sum()
     mean_kl = (kl * mask).sum() / tokens

@@ -1,6 +1,6 @@
-"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it
-runs. `placement explain`: where a policy puts every handle in every phase, for a worker of ordinary
-size."""
+"""`placement plan`: the bytes that a job needs on the device in each phase and the cost of its
+moves, before it runs. `placement explain`: where a policy puts every handle in every phase, for a
+worker of ordinary size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from placement import forecasting
 from placement.cli.workers import plain_table
@@ -47,6 +47,10 @@ _SAMPLE_CYCLE = (
 """The order of a PPO step, then the phases outside it."""
 _MARKS = WORDS | {State.CPU_OFFLOADED: "-"}
 _STREAMED = "stream"
+_LEGEND = (
+    "on device: bytes held in the phase; moved: bytes copied both ways since the row above (for "
+    "the first, the last)"
+)
 _COMMA = re.compile(r",(?![^(]*\))")  # one that is not inside the brackets of a policy's options
 
 
@@ -56,8 +60,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="CONFIG", help=f"{config}; nothing is downloaded")
     add("--roles", help="the models (default actor,ref; with --cycle ppo: with critic and reward)")
     add("--dtype", help="of trained weights, such as bfloat16 (default: as CONFIG says)")
-    known = "adamw, adamw-fp32, adamw-master, sgd or sgd-momentum (default adamw)"
-    add("--optimizer", default="adamw", help=known)
+    optimizers = "adamw, adamw-fp32, adamw-master, sgd or sgd-momentum (default adamw)"
+    add("--optimizer", default="adamw", help=optimizers)
     add("--shards", type=int, default=1, metavar="N", help="ranks that share each parameter")
     add("--kv-cache", metavar="BYTES", help="of a rollout engine that places its own memory")
     weights = "the engine's on a GPU (default: the actor's in bfloat16)"
@@ -90,7 +94,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake
-    in what was given."""
+    in the arguments or the settings."""
     try:
         settings = Settings.from_any(arguments.settings or {})
         named = _COMMA.split(arguments.policy or settings.policy)
@@ -126,12 +130,13 @@ def _forecast(policy: str, arguments: argparse.Namespace, settings: Settings) ->
 
 
 def _register_function(arguments: argparse.Namespace) -> Callable[[forecasting.Run], None]:
-    """The function that registers what the arguments describe."""
+    """The function that registers the objects of the arguments."""
     from placement.forecasting.config import OPTIMIZERS, module_of
     from placement.tensors.plain import dtype_of
 
     roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
-    if unknown := [role for role in roles if role not in ROLES]:
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
         raise ValueError(
             f"--roles: {', '.join(unknown)} is not among the job's roles; choose from "
             f"{', '.join(ROLES)}"
@@ -147,11 +152,8 @@ def _register_function(arguments: argparse.Namespace) -> Callable[[forecasting.R
     def register(run: forecasting.Run) -> None:
         for role in roles:
             is_trained = role in _TRAINED
-            model = module_of(
-                arguments.model,
-                dtype if is_trained else None,
-                "value" if role in ("critic", "reward") else "lm",
-            )
+            head: Literal["value", "lm"] = "value" if role in ("critic", "reward") else "lm"
+            model = module_of(arguments.model, dtype if is_trained else None, head)
             run.register(role, model, role=role, readonly=not is_trained and role != "rollout")
             if is_trained:
                 optimizer = OPTIMIZERS[arguments.optimizer](model.parameters())
@@ -216,29 +218,31 @@ def _words(text: str) -> Sequence[str]:
 
 def table(forecast: Forecast) -> str:
     """One forecast: its phases, its handles, and the sums."""
-    rows = [
-        (
-            _name(phase),
-            readable(phase.device_bytes),
-            readable(phase.loaded_bytes),
-            readable(phase.offloaded_bytes),
-            readable(phase.skipped_bytes),
-            _seconds(phase.stall_seconds),
-            _seconds(phase.work_seconds),
+    rows = []
+    for phase in forecast.phases:
+        rows.append(
+            (
+                _name(phase),
+                readable(phase.device_bytes),
+                readable(phase.loaded_bytes),
+                readable(phase.offloaded_bytes),
+                readable(phase.skipped_bytes),
+                _seconds(phase.stall_seconds),
+                _seconds(phase.work_seconds),
+            )
         )
-        for phase in forecast.phases
-    ]
     columns = ("phase", "device", "load", "offload", "clean", "stall s", "work s")
     head, *body = plain_table(columns, rows).splitlines()
     lines = [f"policy {forecast.policy}, budget {_readable_budget(forecast)}", "", head]
     for phase, line in zip(forecast.phases, body, strict=True):
         lines += [line, *(f"  {remark}" for remark in _remarks(phase))]
-    handles = [
-        (handle.name, readable(handle.num_bytes), readable(handle.host_bytes))
-        for handle in forecast.handles
-    ]
+    handles = []
+    for handle in forecast.handles:
+        sizes = readable(handle.num_bytes), readable(handle.host_bytes)
+        handles.append((handle.name, *sizes))
     lines += _troubles_at_first(forecast)
-    lines += ["", plain_table(("handle", "device", "host"), handles), "", *_sums(forecast)]
+    lines += ["", plain_table(("handle", "device", "host"), handles), ""]
+    lines += _sums(forecast)
     return "\n".join(lines)
 
 
@@ -259,7 +263,8 @@ def comparison(forecasts: Sequence[Forecast], heads: Sequence[str]) -> str:
             fits = f"no, {readable(over)} over" if over else "no"
         columns.append([head, *sizes, "", fits])
         stalls = [_seconds(phase.stall_seconds) for phase in forecast.phases]
-        columns.append(["stall s", *stalls, *[""] * 4, _seconds(forecast.stall_seconds), ""])
+        stalls += ["", "", "", "", _seconds(forecast.stall_seconds), ""]
+        columns.append(["stall s", *stalls])
     names, *rows = zip(*columns, strict=True)
     lines = [f"budget {_readable_budget(forecasts[0])}", "", plain_table(names, rows)]
     notes = dict.fromkeys(note for forecast in forecasts for note in forecast.notes)
@@ -283,7 +288,8 @@ def _trouble(phase: PhaseForecast) -> str:
 
 
 def _remarks(phase: PhaseForecast) -> list[str]:
-    if trouble := _trouble(phase):
+    trouble = _trouble(phase)
+    if trouble:
         return [trouble]
     remarks = []
     if phase.prefetched_bytes:
@@ -302,9 +308,10 @@ def _troubles_at_first(forecast: Forecast) -> list[str]:
     """Lines about phases that fail in the first step alone, or at registration."""
     if forecast.fits or any(not phase.fits for phase in forecast.phases):
         return []
-    troubles = [
-        f"{_name(phase)}: {_trouble(phase)}" for phase in forecast.first_phases if not phase.fits
-    ]
+    troubles = []
+    for phase in forecast.first_phases:
+        if not phase.fits:
+            troubles.append(f"{_name(phase)}: {_trouble(phase)}")
     if not troubles:
         troubles = [f"{readable(forecast.over_bytes)} too many"]
     return ["", "in the first step, or at registration:", *troubles]
@@ -377,11 +384,11 @@ def explain(
     it is 1 where a phase has no plan or does not fit, else 0.
 
     The rows follow one another as in a step that is repeated, and are those of the steady state: a
-    policy may keep handles that are on the device already, and learn what comes next.
+    policy may keep handles that are on the device already, and learn the phases that come next.
     """
     own = phases or {}
     cycle = [*_SAMPLE_CYCLE, *(name for name in own if name not in PHASES)]
-    found = forecasting.forecast(
+    forecast = forecasting.forecast(
         register_sample,
         policy=policy,
         cycle=cycle,
@@ -389,41 +396,37 @@ def explain(
         worker_role=worker_role,
         phases=own,
     )
-    refused = {
-        each.phase: f"{each.phase}: {_trouble(each)}"
-        for each in (*found.first_phases, *found.phases)
-        if not each.fits
-    }
-    if not found.fits and not refused:  # registrations happen outside every phase
-        refused[IDLE] = (
-            f"{IDLE}: does not fit once all is registered: {readable(found.over_bytes)} too many"
-        )
-    user = f", own phases: {', '.join(own)}" if own else ""
-    sizes = {handle.name: handle.num_bytes for handle in found.handles}
-    rows = [
-        ("  its size", *map(readable, sizes.values()), "", ""),
-        *(_states_row(each, sizes) for each in found.phases),
-    ]
+    refused = _refused(forecast)
+    own_names = f", own phases: {', '.join(own)}" if own else ""
+    sizes = {handle.name: handle.num_bytes for handle in forecast.handles}
+    rows = [("  its size", *map(readable, sizes.values()), "", "")]
+    rows += [_states_row(phase, sizes) for phase in forecast.phases]
+    budget = readable(budget_bytes)
     lines = [
-        (
-            f"policy {found.policy}, budget {readable(budget_bytes)}, worker role "
-            f"{worker_role}{user}\n"
-        ),
+        f"policy {forecast.policy}, budget {budget}, worker role {worker_role}{own_names}\n",
         plain_table(("phase", *sizes, "on device", "moved"), rows),
-        *(
-            ["", ("refused, so that everything stays as in the phase before:"), *refused.values()]
-            if refused
-            else []
-        ),
+    ]
+    if refused:
+        lines += ["", "refused, so that everything stays as in the phase before:", *refused]
+    marks = [f"{mark} {state}" for state, mark in _MARKS.items()]
+    lines += [
         "",
-        "  ".join(f"{mark} {state}" for state, mark in _MARKS.items())
-        + (f"  {_STREAMED} from the host copy"),
-        (
-            "on device: bytes held in the phase; moved: bytes copied both ways since the row above "
-            "(for the first, the last)"
-        ),
+        "  ".join([*marks, f"{_STREAMED} from the host copy"]),
+        _LEGEND,
     ]
     return int(bool(refused)), "\n".join(lines)
+
+
+def _refused(forecast: Forecast) -> list[str]:
+    """A line for each phase that has no plan or does not fit."""
+    lines = {}
+    for phase in (*forecast.first_phases, *forecast.phases):
+        if not phase.fits:
+            lines[phase.phase] = f"{phase.phase}: {_trouble(phase)}"
+    if not forecast.fits and not lines:  # registrations happen outside every phase
+        over = readable(forecast.over_bytes)
+        lines[IDLE] = f"{IDLE}: does not fit once all is registered: {over} too many"
+    return list(lines.values())
 
 
 def register_sample(run: forecasting.Run) -> None:
@@ -450,7 +453,8 @@ def _states_row(phase: PhaseForecast, sizes: Mapping[str, int]) -> tuple[str, ..
     marks = []
     for name, nbytes in sizes.items():
         state = phase.states[name]
-        is_streamed = state in (State.SYNCING, State.TRAINING) and phase.handle_bytes[name] < nbytes
+        is_used = state in (State.SYNCING, State.TRAINING)
+        is_streamed = is_used and phase.handle_bytes[name] < nbytes
         marks.append(_STREAMED if is_streamed else _MARKS[state])
     return (
         phase.phase,

@@ -56,28 +56,25 @@ def trouble_of(view: View) -> str:
     if "snapshot" not in view:
         return str(view["error"])
     snapshot = view["snapshot"]
-    found = [f"{handle['name']} broken" for handle in snapshot["handles"] if handle["broken"]]
-    found += (
-        [(f"{readable(snapshot['unpaired_bytes'])} left on the device")]
-        if snapshot["unpaired_bytes"]
-        else []
-    )
-    found += [f"{snapshot['wrong_writes']} wrong writes"] if snapshot["wrong_writes"] else []
-    found += [
-        (f"{handle['name']} drifted") for handle in snapshot["handles"] if handle["drift_bytes"]
-    ]
-    return ", ".join(found)
+    handles = snapshot["handles"]
+    problems = [f"{handle['name']} broken" for handle in handles if handle["broken"]]
+    if snapshot["unpaired_bytes"]:
+        problems.append(f"{readable(snapshot['unpaired_bytes'])} left on the device")
+    if snapshot["wrong_writes"]:
+        problems.append(f"{snapshot['wrong_writes']} wrong writes")
+    problems += [f"{handle['name']} drifted" for handle in handles if handle["drift_bytes"]]
+    return ", ".join(problems)
 
 
 def _worker_row(view: View) -> tuple[str, ...]:
     if "snapshot" not in view:
-        return view["name"], *["?"] * len(WORKER_COLUMNS[1:-1]), trouble_of(view)
+        unknown = ["?"] * len(WORKER_COLUMNS[1:-1])
+        return view["name"], *unknown, trouble_of(view)
     snapshot = view["snapshot"]
     held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
     used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
-    stall = sum(snapshot["phase_stall_seconds"].values()) / max(
-        sum(snapshot["phase_seconds"].values()), 1e-9
-    )
+    stall_seconds = sum(snapshot["phase_stall_seconds"].values())
+    stall = stall_seconds / max(sum(snapshot["phase_seconds"].values()), 1e-9)
     return (
         view["name"],
         " > ".join(snapshot["phases"]) or "idle",
@@ -91,34 +88,36 @@ def _worker_row(view: View) -> tuple[str, ...]:
 
 
 def _handle_rows(view: View) -> list[tuple[str, ...]]:
-    rows = []
-    for handle in view["snapshot"]["handles"]:
-        since = (
-            view["snapshot"]["taken_timestamp_seconds"]
-            - handle["last_transition_timestamp_seconds"]
-        )
-        remarks = [word for word in ("readonly", "kept") if handle[word]]
-        remarks += [] if handle["built"] else ["not built"]
-        remarks += ["external"] if handle["external"] else []
-        remarks += [f"broken: {handle['broken']}"] if handle["broken"] else []
-        sizes = (
-            "resident_bytes",
-            "num_bytes",
-            "host_bytes",
-            "loaded_bytes",
-            "offloaded_bytes",
-            "skipped_bytes",
-        )
+    rows: list[tuple[str, ...]] = []
+    snapshot = view["snapshot"]
+    for handle in snapshot["handles"]:
+        since = snapshot["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
         rows.append(
             (
                 handle["name"],
                 handle["state"],
                 f"{since:.0f} s",
-                *(readable(handle[key]) for key in sizes),
-                ", ".join(remarks),
+                readable(handle["resident_bytes"]),
+                readable(handle["num_bytes"]),
+                readable(handle["host_bytes"]),
+                readable(handle["loaded_bytes"]),
+                readable(handle["offloaded_bytes"]),
+                readable(handle["skipped_bytes"]),
+                ", ".join(_remarks(handle)),
             )
         )
     return rows
+
+
+def _remarks(handle: dict[str, Any]) -> list[str]:
+    remarks = [word for word in ("readonly", "kept") if handle[word]]
+    if not handle["built"]:
+        remarks.append("not built")
+    if handle["external"]:
+        remarks.append("external")
+    if handle["broken"]:
+        remarks.append(f"broken: {handle['broken']}")
+    return remarks
 
 
 def node_table(views: Iterable[View]) -> str:
@@ -126,8 +125,10 @@ def node_table(views: Iterable[View]) -> str:
     `NODE_COLUMNS`. "?" stands for workers that do not answer."""
     nodes: dict[str, list[View]] = {}
     for view in views:
-        nodes.setdefault(view["labels"].get("node", view["name"]), []).append(view)
-    return plain_table(NODE_COLUMNS, ((node, *_node_cells(found)) for node, found in nodes.items()))
+        node = view["labels"].get("node", view["name"])
+        nodes.setdefault(node, []).append(view)
+    rows = [(node, *_node_cells(of_node)) for node, of_node in nodes.items()]
+    return plain_table(NODE_COLUMNS, rows)
 
 
 def _node_cells(views: Sequence[View]) -> list[str]:
@@ -148,14 +149,14 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells that are not empty are numbers."""
     lines = [tuple(columns), *(tuple(row) for row in rows)]
     aligned = []
-    for head, *cells in zip(*lines, strict=True):
-        numbers, width = (
-            sum(bool(_NUMBER.fullmatch(cell)) for cell in cells),
-            max(map(len, (head, *cells))),
-        )
-        align = str.rjust if 2 * numbers > sum(map(bool, cells)) else str.ljust
-        aligned.append([align(cell, width) for cell in (head, *cells)])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+    for column in zip(*lines, strict=True):
+        cells = [cell for cell in column[1:] if cell]
+        numbers = [cell for cell in cells if _NUMBER.fullmatch(cell)]
+        align = str.rjust if 2 * len(numbers) > len(cells) else str.ljust
+        width = max(map(len, column))
+        aligned.append([align(cell, width) for cell in column])
+    lines_of_cells = zip(*aligned, strict=True)
+    return "\n".join(["  ".join(cells).rstrip() for cells in lines_of_cells])
 
 
 def _report(views: Sequence[View]) -> str:
@@ -166,16 +167,14 @@ def _report(views: Sequence[View]) -> str:
     return "\n\n".join(parts)
 
 
-def _look(places: Sequence[str]) -> list[View]:
+def _sorted_views(places: Sequence[str]) -> list[View]:
     """The workers' views by name, node2 before node10."""
 
-    def natural(view: View) -> list[tuple[int, str]]:
-        return [
-            (int(part) if part.isdecimal() else 0, part)
-            for part in re.split(r"(\d+)", view["name"])
-        ]
+    def natural_order(view: View) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", view["name"])
+        return [(int(part) if part.isdecimal() else 0, part) for part in parts]
 
-    return sorted(views_of(places), key=natural)
+    return sorted(views_of(places), key=natural_order)
 
 
 _CLEAR = "\x1b[H\x1b[2J"  # the sequence that empties a terminal and goes to its first line
@@ -223,11 +222,11 @@ def run_status(arguments: argparse.Namespace) -> int:
         print(incident_report(arguments.incident))
         return 0
     places = _places(arguments)
-    views = _look(places)
+    views = _sorted_views(places)
     while arguments.watch is not None:
         print(f"{_CLEAR}{_screen(views)}", end="", flush=True)
         time.sleep(arguments.watch)
-        views = _look(places)
+        views = _sorted_views(places)
     print(json.dumps(views, indent=1) if arguments.json else _report(views))
     return int(any(trouble_of(view) for view in views))
 
@@ -236,8 +235,11 @@ def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
     try:
-        found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
-        incident, snapshot = found["incident"], found["snapshot"]
+        files = {}
+        for path in folder.glob("*.json"):
+            files[path.stem] = json.loads(path.read_text())
+        incident = files["incident"]
+        snapshot = files["snapshot"]
     except (OSError, ValueError, KeyError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
     snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
@@ -249,20 +251,18 @@ def incident_report(folder: Path) -> str:
     ]
     for process in incident["processes"]:
         lines.append(f"process {process['pid']}: {readable(process['bytes'] or 0)}")
-    for finding in found.get("audit", {}).get("findings", ()):
+    for finding in files.get("audit", {}).get("findings", ()):
         lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
     return "\n".join(lines)
 
 
 def _screen(views: Sequence[View]) -> str:
     """The report as far as the terminal has room for it."""
-    size = shutil.get_terminal_size()
     lines = _report(views).splitlines()
-    return (
-        "\n".join(line[: size.columns] for line in lines[: size.lines])
-        if sys.stdout.isatty()
-        else "\n".join([*lines, ""])
-    )
+    if not sys.stdout.isatty():
+        return "\n".join([*lines, ""])
+    size = shutil.get_terminal_size()
+    return "\n".join(line[: size.columns] for line in lines[: size.lines])
 
 
 # --- placement suspend and resume
@@ -287,14 +287,17 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
-    token, request, seconds = _token(arguments.token_file), {}, _SPARE_SECONDS
+    token = _token(arguments.token_file)
+    request = {}
+    seconds = _SPARE_SECONDS
     if arguments.command == "suspend":
         request["deadline_seconds"] = arguments.deadline
         request["resume_after_seconds"] = arguments.resume_after
         seconds += arguments.deadline
 
-    def told_by(worker: Target) -> tuple[bool, str]:
-        url, post = f"{worker.url}/{arguments.command}", json.dumps(request).encode()
+    def answer_of(worker: Target) -> tuple[bool, str]:
+        url = f"{worker.url}/{arguments.command}"
+        post = json.dumps(request).encode()
         try:
             status = json.loads(ask(url, timeout_seconds=seconds, post=post, token=token))
             word = "suspended" if status["suspended"] else "not suspended"
@@ -305,9 +308,9 @@ def run_control(arguments: argparse.Namespace) -> int:
 
     workers = find_targets(_places(arguments))
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:
-        told = list(pool.map(told_by, workers))
-    print("\n".join(text for _, text in told))
-    return int(not all(is_done for is_done, _ in told))
+        answers = list(pool.map(answer_of, workers))
+    print("\n".join(text for _, text in answers))
+    return int(not all(is_done for is_done, _ in answers))
 
 
 def _token(path: Path | None) -> str:
@@ -351,22 +354,22 @@ def run_trace(arguments: argparse.Namespace) -> int:
     has."""
     workers = find_targets(arguments.workers)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
-    target, count = Path(arguments.output), 0
+    target = Path(arguments.output)
+    count = 0
 
     def events() -> Iterator[Event]:
         nonlocal count
         # one after the other, so that only one worker's are in memory
         for number, worker in enumerate(workers, start=1):
             try:
-                found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))[
-                    "traceEvents"
-                ]
+                trace = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
+                of_worker = trace["traceEvents"]
             except (ValueError, TypeError, KeyError) as error:
                 raise PlacementError(
                     f"{worker.url}/trace did not return a trace; check that this is a placement "
                     "worker"
                 ) from error
-            for event in found:
+            for event in of_worker:
                 event["pid"] = number  # processes of two nodes may have the same id
                 if event.get("name") == "process_name":
                     event["args"]["name"] = worker.name
@@ -391,13 +394,10 @@ def run_trace(arguments: argparse.Namespace) -> int:
 def add_dashboards(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = "write a Grafana provisioning tree, rules and an example prometheus.yml"
-    into = commands.add_parser("export", help=summary, description=summary)
-    add, place = (
-        into.add_argument,
-        (
-            "the workers' discovery folder, or the URL of a list of targets (default: "
-            "DIR/prometheus/discovery)"
-        ),
+    add = commands.add_parser("export", help=summary, description=summary).add_argument
+    place = (
+        "the workers' discovery folder, or the URL of a list of targets (default: "
+        "DIR/prometheus/discovery)"
     )
     add("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
     add(
@@ -418,10 +418,18 @@ def add_dashboards(parser: argparse.ArgumentParser) -> None:
 
 
 def export_dashboards(arguments: argparse.Namespace) -> int:
-    options = ("prometheus_url", "discovery", "scrape_interval", "grafana_path", "overwrite")
-    for path in export(arguments.directory, **{name: getattr(arguments, name) for name in options}):
+    paths = export(
+        arguments.directory,
+        prometheus_url=arguments.prometheus_url,
+        discovery=arguments.discovery,
+        scrape_interval=arguments.scrape_interval,
+        grafana_path=arguments.grafana_path,
+        overwrite=arguments.overwrite,
+    )
+    for path in paths:
         print(path)
-    root, workers = arguments.directory.absolute(), ""
+    root = arguments.directory.absolute()
+    workers = ""
     if arguments.discovery == DISCOVERY:
         workers = f'\n  workers:     manager.serve(discovery="{root}/prometheus/{DISCOVERY}")'
     print(f"""

@@ -66,52 +66,42 @@ class Inspection(Frozen):
 
 
 def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
-    """Look at a device and time copies. Takes two buffers of `nbytes` on both sides, or less where
+    """Measure a device, and time copies. Takes two buffers of `nbytes` on both sides, or less where
     there is no room for them.
-    Raises DeviceMemoryError: the device does not even have two free chunks.
-    Raises HostMemoryError: there is not enough host memory for the buffers."""
-    memory, available = device.memory(), available_bytes()
+
+    Raises:
+        DeviceMemoryError: the device does not even have two free chunks.
+        HostMemoryError: there is not enough host memory for the buffers.
+    """
+    memory = device.memory()
+    available = available_bytes()
     room = min(nbytes, memory.free_bytes // 4, available // 4)
     buffers = _Buffers(device, max(1, room // device.chunk_bytes) * device.chunk_bytes)
     try:
         pageable = buffers.pin()
-        ways: dict[str, Sequence[Direction]] = {
-            "to_device": ["to_device"],
-            "to_host": ["to_host"],
-            "both": _BOTH,
-        }
         link = LinkRates(
-            **{
-                f"{name}_bytes_per_second": buffers.rate(directions)
-                for name, directions in ways.items()
-            }
+            to_device_bytes_per_second=buffers.rate(["to_device"]),
+            to_host_bytes_per_second=buffers.rate(["to_host"]),
+            both_bytes_per_second=buffers.rate(_BOTH),
         )
     finally:
         buffers.release()
-    nodes, node = num_nodes(), node_of(device.pci_address)
-    found = (
-        []
-        if pageable is None
-        else [(f"host memory is not page-locked, so copies are slow: {pageable}")]
-    )
+    nodes = num_nodes()
+    node = node_of(device.pci_address)
+    findings = []
+    if pageable is not None:
+        findings.append(f"host memory is not page-locked, so copies are slow: {pageable}")
     if nodes > 1 and node is None and device.pci_address:
-        found.append(
+        findings.append(
             f"the kernel does not say on which of {nodes} NUMA nodes the device is: copies from "
             "the other ones are slower"
         )
     if available < memory.total_bytes:
-        sizes = (
+        findings.append(
             f"the host has {readable(available)} left, and the device has "
-            f"{readable(memory.total_bytes)}"
+            f"{readable(memory.total_bytes)}: models that fill the device do not fit into host "
+            "memory together"
         )
-        found.append(f"{sizes}: models that fill the device do not fit into host memory together")
-    versions = {
-        "placement": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if torch.cuda.is_available():
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return Inspection(
         device=device.name,
         uuid=device.uuid,
@@ -123,12 +113,26 @@ def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
         pageable_reason=pageable,
         numa_nodes=nodes,
         numa_node=node,
-        versions=versions,
-        findings=tuple(found),
+        versions=_versions(),
+        findings=tuple(findings),
     )
 
 
-def settled(measure: Callable[[], Sequence[float]], spread: float = 0.02) -> list[float]:
+def _versions() -> dict[str, str]:
+    versions = {
+        "placement": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def settled(
+    measure: Callable[[], Sequence[float]],
+    spread: float = 0.02,
+) -> list[float]:
     """Measure until five totals in a row lie within `spread` of one another. Returns each figure's
     median over these five, in seconds. A device, its driver and the threads that lock pages are
     slower at first, and a machine has slow moments: five figures taken at once were up to 40 % too
@@ -138,15 +142,18 @@ def settled(measure: Callable[[], Sequence[float]], spread: float = 0.02) -> lis
     while True:
         measured.append(measure())
         last = measured[1:][-_TIMES:]
-        totals = [sum(each) for each in last]
+        if len(last) < _TIMES:
+            continue
+        totals = [sum(figures) for figures in last]
+        is_settled = max(totals) - min(totals) <= spread * min(totals)
         is_over = len(measured) > _MOST_TIMES or time.monotonic() - began > _MOST_SECONDS
-        if len(last) == _TIMES and (is_over or max(totals) - min(totals) <= spread * min(totals)):
+        if is_settled or is_over:
             return [statistics.median(column) for column in zip(*last, strict=True)]
 
 
 class _Buffers:
-    """Device memory and host memory of the same size, one half for each direction. What fails
-    meanwhile leaves its chunks to their end."""
+    """Device memory and host memory of the same size, one half for each direction. After an error
+    the chunks are freed with their objects."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -206,12 +213,10 @@ def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None
             count,
         )
         return functools.partial(prefer, node=node)
-    why = (
-        ("the machine has one NUMA node")
-        if count < 2
-        else (f"the kernel does not say on which of {count} NUMA nodes it is")
-    )
-    logger.info("%s: %s, so host memory has no preference", name, why)
+    reason = f"the kernel does not say on which of {count} NUMA nodes it is"
+    if count < 2:
+        reason = "the machine has one NUMA node"
+    logger.info("%s: %s, so host memory has no preference", name, reason)
     return None
 
 
@@ -244,8 +249,9 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
         ctypes.c_ulong(nbytes),
         ctypes.c_int(_MPOL_PREFERRED),
         mask,
+        ctypes.c_ulong(_BITS + 1),  # the kernel takes one bit less than it is told
+        ctypes.c_uint(0),
     )
-    # the kernel takes one bit less than it is told
-    if libc.syscall(*arguments, ctypes.c_ulong(_BITS + 1), ctypes.c_uint(0)) == 0:
+    if libc.syscall(*arguments) == 0:
         return None
     return os.strerror(ctypes.get_errno())

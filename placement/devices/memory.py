@@ -182,17 +182,18 @@ class Outside:
         self._told = threading.Event()
 
     def watch(self, uuid: str) -> None:
-        """From now on know what other processes hold of the GPU of this UUID. Idempotent."""
+        """Measure from now on the bytes of other processes on the GPU of this UUID. Idempotent."""
         self._others = OtherProcesses(uuid) if self._others is None else self._others
         self._ask()
 
     def measure(self, memory: DeviceMemory) -> None:
-        """Look again, on the thread of a phase transition. Others are measured on their own thread,
-        milliseconds later."""
-        known = {each.name for each in self.communicators}
+        """Measure again, on the thread of a phase transition. Other processes are measured on a
+        thread of their own, milliseconds later."""
+        names = {communicator.name for communicator in self.communicators}
         self.communicators = tuple(self._find_communicators())
-        before, self.nbytes = self.nbytes, memory.unaccounted_bytes
-        if any(each.name not in known for each in self.communicators):
+        before = self.nbytes
+        self.nbytes = memory.unaccounted_bytes
+        if any(communicator.name not in names for communicator in self.communicators):
             self.grown_bytes += max(0, self.nbytes - before)
         self._ask()
 
@@ -214,7 +215,9 @@ class Outside:
     def others_bytes(self) -> int | None:
         """Device bytes of other processes; None while unknown, or not subtracted from `own_bytes`
         yet."""
-        return None if self._others is None or self._own_bytes is None else self._others.nbytes
+        if self._others is None or self._own_bytes is None:
+            return None
+        return self._others.nbytes
 
     @property
     def own_bytes(self) -> int | None:
@@ -226,24 +229,25 @@ class Outside:
     @property
     def communicator_bytes(self) -> int | None:
         """Device bytes of all communicators; None if one of them does not say how many it holds."""
-        known = [each.nbytes for each in self.communicators if each.nbytes is not None]
-        return sum(known) if len(known) == len(self.communicators) else None
+        total = 0
+        for communicator in self.communicators:
+            if communicator.nbytes is None:
+                return None
+            total += communicator.nbytes
+        return total
 
     def report(self) -> Iterable[str]:
         """Lines for people; none where there is nothing to say."""
         if self.nbytes <= 0 and not self.communicators:
             return
-        others = (
-            "and other processes"
-            if self.others_bytes is None
-            else (f"and other processes ({self.others_bytes:,} bytes)")
-        )
+        size = "" if self.others_bytes is None else f" ({self.others_bytes:,} bytes)"
         yield (
             f"outside: {self.nbytes:,} bytes are neither torch's nor placement's: {_OWNERS}, "
-            f"{others}"
+            f"and other processes{size}"
         )
-        for each in self.communicators:
-            yield f"outside: communicator {each.name!r} of {_ranks(each.ranks)}: {_size(each)}"
+        for communicator in self.communicators:
+            ranks = _ranks(communicator.ranks)
+            yield f"outside: communicator {communicator.name!r} of {ranks}: {_size(communicator)}"
         if self.communicator_bytes is None and self.grown_bytes:
             yield (
                 f"outside: grew by {self.grown_bytes:,} bytes while communicators appeared, which "
@@ -252,17 +256,16 @@ class Outside:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and last - first == len(ranks) - 1:
+        return f"ranks {first} to {last}"
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _size(communicator: Communicator) -> str:
     if communicator.nbytes is None:
         return f"size unknown ({communicator.unknown_because})"
-    suspendable = (
-        (f", {communicator.suspendable_bytes:,} of them could be suspended")
-        if communicator.suspendable_bytes
-        else ""
-    )
-    return f"{communicator.nbytes:,} bytes{suspendable}"
+    text = f"{communicator.nbytes:,} bytes"
+    if communicator.suspendable_bytes:
+        text += f", {communicator.suspendable_bytes:,} of them could be suspended"
+    return text

@@ -24,18 +24,20 @@ _WITHOUT_ONE = (
 )
 
 
-def name_or_device(given: object) -> str | Device:
+def name_or_device(device: object) -> str | Device:
     """The name or the `Device` that `Manager(device=...)` was given. A `torch.device` stands for
     its name, a number N for "cuda:N".
-    Raises TypeError: it is none of these."""
-    if isinstance(given, str | Device):
-        return given
-    if isinstance(given, torch.device):
-        return str(given)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return f"cuda:{given}"
+
+    Raises TypeError: it is none of these.
+    """
+    if isinstance(device, str | Device):
+        return device
+    if isinstance(device, torch.device):
+        return str(device)
+    if isinstance(device, int) and not isinstance(device, bool):
+        return f"cuda:{device}"
     raise TypeError(
-        f'device={given!r} is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a '
+        f'device={device!r} is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a '
         "placement Device"
     )
 
@@ -44,14 +46,18 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
     """Make the device called "auto", "cuda", "cuda:N" or "simulated:64MiB", or by an entry point of
     the group `placement.devices`. "auto" is the device that the environment names, else this
     process's accelerator. `is_tight`: whether this process has only a share of the device's
-    memory, so that a swap needs smaller chunks. Raises ValueError: the name is unknown.
-    Raises PlacementError: there is no accelerator, an unsupported one, or an entry point that
-    fails."""
-    if name == "auto" and (variable := device_of_environment()) != "auto":
+    memory, so that a swap needs smaller chunks.
+
+    Raises:
+        ValueError: the name is unknown.
+        PlacementError: there is no accelerator, an unsupported one, or an entry point that fails.
+    """
+    of_environment = device_of_environment()
+    if name == "auto" and of_environment != "auto":
         try:
-            return select_device(variable, is_tight=is_tight)
+            return select_device(of_environment, is_tight=is_tight)
         except (PlacementError, ValueError) as error:
-            error.add_note(f"placement: set in the environment: {PREFIX}DEVICE={variable!r}")
+            error.add_note(f"placement: set in the environment: {PREFIX}DEVICE={of_environment!r}")
             raise
     match = _NAME.fullmatch(name)
     kind, index = ("", None) if match is None else match.groups()
@@ -64,9 +70,9 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
             raise ValueError(
                 f'device {name!r}: write how much memory it has, as in "simulated:64MiB" ({error})'
             ) from error
-    if kind not in ("auto", "cuda") or (
-        index is not None and (kind == "auto" or not index.isdecimal())
-    ):
+    is_cuda = kind == "cuda" and (index is None or index.isdecimal())
+    is_auto = kind == "auto" and index is None
+    if not is_cuda and not is_auto:
         return _from_entry_point(name, kind)
     refuse_rocm(name)
     if not torch.cuda.is_available():
@@ -76,30 +82,26 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
     from placement.devices.cuda.device import CHUNK_BYTES, TIGHT_CHUNK_BYTES, CudaDevice
 
     chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
-    return CudaDevice(
-        torch.cuda.current_device() if index is None else int(index), chunk_bytes=chunk_bytes
-    )
+    number = torch.cuda.current_device() if index is None else int(index)
+    return CudaDevice(number, chunk_bytes=chunk_bytes)
 
 
 def _from_entry_point(name: str, kind: str) -> Device:
     points = entry_points(group=GROUP)
-    point = next((each for each in points if each.name == kind), None)
-    if point is None and kind == "cpu":
+    matching = [point for point in points if point.name == kind]
+    if not matching and kind == "cpu":
         raise ValueError(
             f"device {name!r} is host memory, where placement keeps what is off the device. "
             f"{_WITHOUT_ONE}"
         )
-    if point is None:
-        known = ", ".join(
-            f'"{each}"'
-            for each in sorted(
-                {"auto", "cuda:0", "simulated:64MiB", *(each.name for each in points)}
-            )
-        )
+    if not matching:
+        names = sorted({"auto", "cuda:0", "simulated:64MiB", *(point.name for point in points)})
+        listed = ", ".join(f'"{device}"' for device in names)
         raise ValueError(
-            f"device {name!r} is not known; write one of {known}, or pass a Device: "
+            f"device {name!r} is not known; write one of {listed}, or pass a Device: "
             "placement.testing.SimulatedDevice"
         )
+    point = matching[0]
     try:
         device = point.load()(name)
     except Exception as error:

@@ -26,12 +26,19 @@ architecture is taken."""
 
 def _kept_in_fp32(*names: str) -> StateOf:
     """The state of an optimizer that keeps these tensors in fp32 for a parameter of any dtype."""
-    return lambda parameter: {
-        name: torch.empty(parameter.shape, dtype=torch.float32, device="meta") for name in names
-    }
+
+    def state_of(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = {}
+        for name in names:
+            state[name] = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+        return state
+
+    return state_of
 
 
-OPTIMIZERS: Mapping[str, Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+_Maker = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: Mapping[str, _Maker] = {
     "adamw": torch.optim.AdamW,
     "adamw-fp32": lambda parameters: SizedOptimizer(
         parameters, _kept_in_fp32("exp_avg", "exp_avg_sq")
@@ -80,9 +87,9 @@ def module_of(
             config.num_labels = 1
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
-            model: torch.nn.Module = _auto_class(transformers, config, head).from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
+            cls = _auto_class(transformers, config, head)
+            model: torch.nn.Module
+            model = cls.from_config(config, dtype=dtype, trust_remote_code=False)
     # wrong numbers fail anywhere in the model's code, with every kind of exception
     except Exception as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
@@ -104,5 +111,5 @@ def _auto_class(transformers: Any, config: Any, head: Head) -> Any:
         auto = getattr(transformers, name, None)
         if auto is not None and type(config) in auto._model_mapping:
             return auto
-    what = "that generates text" if head == "lm" else "with one number a token"
-    raise ValueError(f"it has no class {what} for model_type {config.model_type!r}")
+    description = "that generates text" if head == "lm" else "with one number a token"
+    raise ValueError(f"it has no class {description} for model_type {config.model_type!r}")

@@ -1,5 +1,5 @@
-"""The facts about a job beside what it registers (the phases of a step, the link), and the forecast
-as data.
+"""The facts about a job beside its registered objects (the phases of a step, the link), and the
+forecast as data.
 
 A `Forecast` is immutable, and JSON by `model_dump_json()`.
 """
@@ -33,7 +33,10 @@ class Phase(NamedTuple):
     """The handles for which the phase is, as in `manager.phase(name, only=...)`; None: for all."""
 
 
-def cycle_of(cycle: str | Sequence[str], own: OwnPhases | None = None) -> tuple[Phase, ...]:
+def cycle_of(
+    cycle: str | Sequence[str],
+    own: OwnPhases | None = None,
+) -> tuple[Phase, ...]:
     """The phases of one step, in order: of a name of `CYCLES`, or as given, such as
     "log_prob[actor+ref]" for a phase with `only`.
 
@@ -41,16 +44,17 @@ def cycle_of(cycle: str | Sequence[str], own: OwnPhases | None = None) -> tuple[
     of switching. Raises ValueError: a phase is unknown, or there is none.
     """
     if isinstance(cycle, str):
-        cycle = CYCLES.get(cycle) or [word for word in cycle.split(",") if word.strip()]
-    known = (*PHASES, *(own or {}))
+        words = [word for word in cycle.split(",") if word.strip()]
+        cycle = CYCLES.get(cycle) or words
+    names = (*PHASES, *(own or {}))
     phases = []
     for word in cycle:
         name, has_handles, handles = word.strip().removesuffix("]").partition("[")
         name = name.strip()
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"unknown phase {name!r}{nearest(name, (*known, *CYCLES)) or ';'} known: "
-                f"{', '.join(known)}. Declare your own in Settings.phases"
+                f"unknown phase {name!r}{nearest(name, (*names, *CYCLES)) or ';'} known: "
+                f"{', '.join(names)}. Declare your own in Settings.phases"
             )
         only = tuple(handle.strip() for handle in handles.split("+")) if has_handles else None
         phases.append(Phase(name, only))
@@ -62,7 +66,7 @@ def cycle_of(cycle: str | Sequence[str], own: OwnPhases | None = None) -> tuple[
 
 
 class Link(Frozen):
-    """The rates of the link in bytes a second, and what else `placement doctor` has measured.
+    """The rates of the link in bytes a second, and further figures of `placement doctor`.
 
     Raises:
         ValueError: a rate is not positive.

@@ -54,7 +54,7 @@ _end = itertools.count(1 << 18)
 
 
 def _take(nbytes: int, alignment: int = 1) -> int:
-    """Addresses for so many bytes, which nobody else gets."""
+    """Addresses for so many bytes, which no other object gets."""
     first = next(_end)
     for _ in range((nbytes + alignment) >> 30):
         next(_end)
@@ -64,25 +64,25 @@ def _take(nbytes: int, alignment: int = 1) -> int:
 def sized(
     shape: Sequence[int], dtype: torch.dtype = torch.uint8, address: int | None = None
 ) -> torch.Tensor:
-    """A tensor without bytes: it has a shape, and an address that nothing is behind. Whoever reads
-    or writes it crashes."""
+    """A tensor without bytes: it has a shape, and an address with nothing behind it. A read or a
+    write of it ends the process."""
     nbytes = math.prod(shape) * dtype.itemsize
     address = _take(nbytes) if address is None else address
-    return within(
-        torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes),
-        shape,
-        dtype,
-    )
+    cpu = torch.device("cpu")
+    storage = torch._C._construct_storage_from_data_pointer(address, cpu, nbytes)
+    return within(storage, shape, dtype)
 
 
 def within(storage: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return tensor.set_(storage, 0, shape, strides)
 
 
 class _Addresses(Addresses):
     def __init__(self, nbytes: int, alignment: int) -> None:
-        self.base, self.nbytes = _take(nbytes, alignment), nbytes
+        self.base = _take(nbytes, alignment)
+        self.nbytes = nbytes
 
 
 class _Chunk(Chunk):
@@ -97,7 +97,8 @@ class SizedSlab(Slab):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(0)
-        self.address, self.nbytes = _take(nbytes), nbytes
+        self.address = _take(nbytes)
+        self.nbytes = nbytes
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         return sized((nbytes,), address=self.address + offset)
@@ -105,7 +106,8 @@ class SizedSlab(Slab):
 
 class _Mark(Mark):
     def __init__(self, direction: Direction, nbytes: float) -> None:
-        self.direction, self.nbytes = direction, nbytes
+        self.direction = direction
+        self.nbytes = nbytes
 
 
 class _Copies:
@@ -125,39 +127,39 @@ class _Copies:
         """Let time pass until one of these marks is reached, or until a point in time."""
         marks = list(marks)
         while self.seconds < until_seconds and not any(map(self.has_done, marks)):
-            rates, left, goals = self._rates(), until_seconds - self.seconds, dict(self.queued)
+            rates = self._rates()
+            goals = dict(self.queued)
+            for mark in marks:
+                goals[mark.direction] = min(goals[mark.direction], mark.nbytes)
+            seconds = until_seconds - self.seconds
             for direction, rate in rates.items():
-                goals[direction] = min(
-                    self.queued[direction],
-                    *(each.nbytes for each in marks if each.direction == direction),
-                    math.inf,
-                )
-                left = min(left, (goals[direction] - self._done[direction]) / rate)
-            if left == math.inf:
+                missing = goals[direction] - self._done[direction]
+                seconds = min(seconds, missing / rate)
+            if seconds == math.inf:
                 return
-            self.seconds += left
+            self.seconds += seconds
             for direction, rate in rates.items():
-                done = self._done[direction] + left * rate
-                self._done[direction] = (
-                    goals[direction] if abs(done - goals[direction]) < _NEAR_BYTES else done
-                )
+                done = self._done[direction] + seconds * rate
+                is_complete = abs(done - goals[direction]) < _NEAR_BYTES
+                self._done[direction] = goals[direction] if is_complete else done
 
     def _rates(self) -> dict[Direction, float]:
-        """The rates of the directions that have anything to copy."""
-        busy = [
-            direction for direction, nbytes in self.queued.items() if nbytes > self._done[direction]
-        ]
-        rates: dict[Direction, float] = {
-            each: getattr(self._link, f"{each}_bytes_per_second") for each in busy
-        }
-        limit = self._link.both_bytes_per_second if len(rates) == 2 else None
-        share = 1.0 if limit is None else min(1.0, limit / sum(rates.values()))
+        """The rates of the directions that have bytes to copy."""
+        rates: dict[Direction, float] = {}
+        if self.queued["to_device"] > self._done["to_device"]:
+            rates["to_device"] = self._link.to_device_bytes_per_second
+        if self.queued["to_host"] > self._done["to_host"]:
+            rates["to_host"] = self._link.to_host_bytes_per_second
+        limit = self._link.both_bytes_per_second
+        if len(rates) < 2 or limit is None:
+            return rates
+        share = min(1.0, limit / sum(rates.values()))
         return {direction: rate * share for direction, rate in rates.items()}
 
 
 class SizesDevice(Device):
-    """A device on which only sizes exist. It has more memory than anybody asks for: a budget limits
-    what is on it.
+    """A device on which only sizes exist. It has more memory than any job needs: a budget limits
+    the bytes on it.
 
     `link`: the rates of copies; None: they are not known, and no copy is ready before it is waited
     for. `like`: the device in whose chunks it counts; None: the CUDA device on which the link was
@@ -168,10 +170,13 @@ class SizesDevice(Device):
     torch_device = torch.device("cpu")
 
     def __init__(self, link: Link | None = None, like: Sizing | None = None) -> None:
-        measured = link and link.chunk_bytes
-        self.granularity, self.chunk_bytes = (
-            (like.granularity, like.chunk_bytes) if like else (GRANULARITY, measured or CHUNK_BYTES)
-        )
+        if like:
+            self.granularity = like.granularity
+            self.chunk_bytes = like.chunk_bytes
+        else:
+            measured = None if link is None else link.chunk_bytes
+            self.granularity = GRANULARITY
+            self.chunk_bytes = measured or CHUNK_BYTES
         self.link = link
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
@@ -207,11 +212,13 @@ class SizesDevice(Device):
 
     def _slots(self, tensor: torch.Tensor) -> range:
         """The slots that hold anything of a tensor's storage. Each is of one range alone."""
-        first, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        return range(first // self.chunk_bytes, -(-(first + nbytes) // self.chunk_bytes))
+        storage = tensor.untyped_storage()
+        first = storage.data_ptr()
+        end = first + storage.nbytes()
+        return range(first // self.chunk_bytes, -(-end // self.chunk_bytes))
 
     def transfer(self, nbytes: int, direction: Direction) -> None:
-        """Copy so many bytes that are nobody's here, and wait for them."""
+        """Copy so many bytes of another owner, and wait for them."""
         with self._moved:
             self._copies.queued[direction] += nbytes
         self.order(direction)
@@ -220,19 +227,16 @@ class SizesDevice(Device):
         """Return when every thread of the manager's waits for a copy, or has ended."""
         for _ in range(int(_SETTLES_SECONDS * 1000)):
             with self._moved:
-                waiting = {
-                    ident
-                    for ident, mark in self._awaited.items()
-                    if not self._copies.has_done(mark)
-                }
-                ours = [
-                    each
-                    for each in threading.enumerate()
-                    if isinstance(each, BackgroundThread) and each not in self._others
-                ]
-                if all(each.ident in waiting for each in ours):
+                if all(map(self._is_waiting, threading.enumerate())):
                     return
                 self._moved.wait(0.001)
+
+    def _is_waiting(self, thread: threading.Thread) -> bool:
+        """Whether a thread waits for a copy; True for a thread that is not the manager's."""
+        if not isinstance(thread, BackgroundThread) or thread in self._others:
+            return True
+        mark = self._awaited.get(thread.ident or 0)
+        return mark is not None and not self._copies.has_done(mark)
 
     # --- the contract of `Device`
 
@@ -267,14 +271,13 @@ class SizesDevice(Device):
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         with self._moved:
-            self._copies.queued[direction] += sum(each.nbytes for each in copies)
+            self._copies.queued[direction] += sum(copy.nbytes for copy in copies)
 
     def order(self, direction: Direction | None = None) -> None:
-        directions: tuple[Direction, ...] = (
-            ("to_device", "to_host") if direction is None else (direction,)
-        )
-        for each in directions:
-            self.wait(self.mark(each))
+        if direction in ("to_device", None):
+            self.wait(self.mark("to_device"))
+        if direction in ("to_host", None):
+            self.wait(self.mark("to_host"))
 
     def sync(self) -> None:
         self.order()
@@ -302,11 +305,9 @@ class SizesDevice(Device):
         self, addresses: Addresses, start: int, sizes: Sequence[int]
     ) -> torch.Tensor:
         first = (addresses.base + start) // self.chunk_bytes
-        return torch.tensor(
-            [self._writes.get(first + index, 0) for index in range(len(sizes))],
-            dtype=torch.int64,
-            device="cpu",
-        )
+        slots = range(first, first + len(sizes))
+        writes = [self._writes.get(slot, 0) for slot in slots]
+        return torch.tensor(writes, dtype=torch.int64, device="cpu")
 
     def memory(self) -> DeviceMemory:
         held = sum(chunk.nbytes for chunk in [*self._chunks])
@@ -328,20 +329,22 @@ class SizedModule(torch.nn.Module):
     """A module of storages. `storages`: the bytes of each, and the parameters that lie in it, on
     the meta device; none: it is a buffer."""
 
-    def __init__(self, storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]]) -> None:
+    def __init__(
+        self,
+        storages: Iterable[tuple[int, Sequence[torch.nn.Parameter]]],
+    ) -> None:
         super().__init__()
         for index, (nbytes, parameters) in enumerate(storages):
-            # in one, all parameters would come before the buffers
-            whole, place = sized((nbytes,)), torch.nn.Module()
-            self.add_module(f"part{index}", place)
+            # in one module, all parameters would come before the buffers
+            part = torch.nn.Module()
+            self.add_module(f"part{index}", part)
+            whole = sized((nbytes,))
             if not parameters:
-                place.register_buffer("buffer", whole)
-            for number, each in enumerate(parameters):
-                made = torch.nn.Parameter(
-                    within(whole.untyped_storage(), each.shape, each.dtype),
-                    requires_grad=each.requires_grad,
-                )
-                place.register_parameter(f"parameter{number}", made)
+                part.register_buffer("buffer", whole)
+            for number, source in enumerate(parameters):
+                tensor = within(whole.untyped_storage(), source.shape, source.dtype)
+                parameter = torch.nn.Parameter(tensor, requires_grad=source.requires_grad)
+                part.register_parameter(f"parameter{number}", parameter)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -349,13 +352,13 @@ class SizedModule(torch.nn.Module):
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        return [each for each in self.parameters() if each.requires_grad]
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def empty(self) -> None:
         """Take every tensor out, so that no value is handed back that does not exist."""
-        for each in self.tensors:
-            each.grad = None
-            each.data = torch.empty(0, dtype=each.dtype, device="cpu")
+        for tensor in self.tensors:
+            tensor.grad = None
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
 
 
 @allow
@@ -372,19 +375,24 @@ class SizedOptimizer(torch.optim.Optimizer):
             self._init_group(group)
 
     def _init_group(self, group: Mapping[str, Any]) -> None:
-        for each in group["params"]:
-            if each.grad is not None and each not in self.state:
-                self.state[each] = {
-                    name: torch.empty_like(tensor)
-                    if each.is_meta or not tensor.dim()
-                    else sized(tensor.shape, tensor.dtype)
-                    for name, tensor in group["state_of"](each).items()
-                }
+        for parameter in group["params"]:
+            if parameter.grad is None or parameter in self.state:
+                continue
+            state = dict(group["state_of"](parameter))
+            for name, tensor in state.items():
+                if parameter.is_meta or not tensor.dim():
+                    state[name] = torch.empty_like(tensor)
+                else:
+                    state[name] = sized(tensor.shape, tensor.dtype)
+            self.state[parameter] = state
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The state that exists, without counters."""
-        return [each for state in self.state.values() for each in state.values() if each.dim()]
+        tensors: list[torch.Tensor] = []
+        for state in self.state.values():
+            tensors += [tensor for tensor in state.values() if tensor.dim()]
+        return tensors
 
     def empty(self) -> None:
         """Take the state out, so that no value is handed back that does not exist."""
@@ -398,12 +406,12 @@ class SizedEngine(TaggedEngine):
     def __init__(
         self, device: SizesDevice, tag_bytes: Mapping[str, int], *, keeps_weights: bool
     ) -> None:
-        given: dict[str, Any] = {
-            "weights": "keep" if keeps_weights else "discard",
-            "verify": "answer",
-        }
         super().__init__(
-            tags=tuple(tag_bytes), tag_bytes=tag_bytes, offloaded=tuple(tag_bytes), **given
+            tags=tuple(tag_bytes),
+            tag_bytes=tag_bytes,
+            offloaded=tuple(tag_bytes),
+            weights="keep" if keeps_weights else "discard",
+            verify="answer",
         )
         self._device = device
         self._copied_bytes = tag_bytes.get(WEIGHTS, 0) if keeps_weights else 0
@@ -420,7 +428,7 @@ class SizedEngine(TaggedEngine):
         """Nothing is in flight."""
 
     def admit(self) -> None:
-        """Nobody asks for anything."""
+        """No request ever comes."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """No bucket is ever sent."""

@@ -32,7 +32,7 @@ def forecast(
     phases: OwnPhases | None = None,
     device: Sizing | None = None,
 ) -> Forecast:
-    """Tell what a job needs in each phase and what its moves cost, before it runs.
+    """Tell the bytes that a job needs in each phase and the cost of its moves, before it runs.
 
     Args:
         register: the worker's own function that registers its objects, with the models on the meta
@@ -42,12 +42,12 @@ def forecast(
             phase with `only=["ref"]`. Between them the worker switches; where it leaves one phase
             before it enters the next, write "idle" in between.
         budget_bytes: device bytes that the handles may hold together. None: with a link that was
-            measured, what a manager without a budget uses at first, 80 % of the free memory; else
-            no limit.
+            measured, 80 % of the free memory, as in a manager without a budget at first; else no
+            limit.
         link: the file of `placement doctor --json`, a `Link`, or one rate for each way in bytes a
             second. None: no seconds are told.
-        work_seconds: the duration of each phase without its moves. Needed only to tell what a
-            prefetch saves.
+        work_seconds: the duration of each phase without its moves. Needed only to tell the gain of
+            a prefetch.
         shards: the ranks that share each parameter, as FSDP2 does: every one holds a part of its
             first dimension.
         worker_role: see `Manager`.

@@ -1,11 +1,12 @@
-"""Run the phases of a job through a real manager on a device of sizes, and note what each phase
-holds, moves and takes."""
+"""Run the phases of a job through a real manager on a device of sizes, and note the bytes and the
+seconds of each phase."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,11 @@ class Moved(NamedTuple):
     prefetched_bytes: int = 0
 
     @classmethod
-    def total(cls, each: Iterable[Moved]) -> Moved:
-        return cls(*map(sum, zip(cls(), *each, strict=True)))
+    def total(cls, parts: Iterable[Moved]) -> Moved:
+        return cls(*map(sum, zip(cls(), *parts, strict=True)))
+
+    def since(self, before: Moved) -> Moved:
+        return Moved(*map(operator.sub, self, before))
 
 
 class Asked:
@@ -54,7 +58,7 @@ class Asked:
         self.unfit: list[PlacementError] = []  # the errors of its plans meanwhile
 
     def plan(self, view: View) -> Plan:
-        # without a budget it is asked for what is needed in any case
+        # without a budget it is asked for the needs of the phase alone
         if not self.is_registering or not view.budget_bytes:
             return self._policy.plan(view)
         try:
@@ -87,7 +91,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._asked = Asked(policy)
         self._budget_bytes = _NO_LIMIT if budget_bytes is None else budget_bytes
         self._work_seconds = dict(work_seconds or {})
-        self._device, self._shards = device, shards
+        self._device = device
+        self._shards = shards
         self._objects: dict[str, SizedModule | SizedOptimizer | SizedEngine] = {}
         # the parameter without bytes for each parameter of a registered module
         self._stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -149,9 +154,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
             while self._manager.phase_name != IDLE:
                 self._try_to_enter(Phase(IDLE))
         finally:
-            for each in self._objects.values():
-                if not isinstance(each, SizedEngine):
-                    each.empty()
+            for stand_in in self._objects.values():
+                if not isinstance(stand_in, SizedEngine):
+                    stand_in.empty()
             self._manager.close()
 
     # --- the forecast
@@ -164,16 +169,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._asked.is_registering = False
         self._counters = self._count()
         self._outer = {_NESTED[phase.name] for phase in cycle if phase.name in _NESTED}
-        cycles: list[tuple[PhaseForecast, ...]] = []
-        while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
-            cycles.append(tuple([self._go(phase) for phase in (*cycle, Phase(IDLE))]))
-        first, phases = cycles[0], cycles[-1]
-        stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
-        over_bytes = [each.over_bytes for cycle in cycles for each in cycle]
-        over_bytes += [
-            max(0, (getattr(error, "wanted_bytes", None) or 0) - self._budget_bytes)
-            for error in self._asked.unfit
-        ]
+        cycles = self._run_until_steady(cycle)
+        first = cycles[0]
+        phases = cycles[-1]
+        stalls = [phase.stall_seconds for phase in phases if phase.stall_seconds is not None]
+        all_phases = [*itertools.chain.from_iterable(cycles)]
+        over_bytes = [phase.over_bytes for phase in all_phases]
+        for error in self._asked.unfit:
+            wanted_bytes = getattr(error, "wanted_bytes", None) or 0
+            over_bytes.append(max(0, wanted_bytes - self._budget_bytes))
         return Forecast(
             policy=self._asked.name,
             budget_bytes=None if self._budget_bytes == _NO_LIMIT else self._budget_bytes,
@@ -182,47 +186,53 @@ class Run(contextlib.AbstractContextManager["Run"]):
             handles=self._handles(),
             peak_bytes=self._manager.snapshot().peak_bytes,
             host_bytes=max(phase.host_bytes for phase in (*first, *phases)),
-            fits=not self._asked.unfit and all(each.fits for cycle in cycles for each in cycle),
+            fits=not self._asked.unfit and all(phase.fits for phase in all_phases),
             over_bytes=max(over_bytes),
             stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
-            **{
-                name: sum(getattr(each, name) for each in phases)
-                for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes")
-            },
+            loaded_bytes=sum(phase.loaded_bytes for phase in phases),
+            offloaded_bytes=sum(phase.offloaded_bytes for phase in phases),
+            skipped_bytes=sum(phase.skipped_bytes for phase in phases),
             notes=tuple(notes),
         )
 
+    def _run_until_steady(self, cycle: Sequence[Phase]) -> list[tuple[PhaseForecast, ...]]:
+        """Run cycles until two are alike, two at least."""
+        cycles: list[tuple[PhaseForecast, ...]] = []
+        for _ in range(_MOST_CYCLES):
+            phases = [self._run_phase(phase) for phase in (*cycle, Phase(IDLE))]
+            cycles.append(tuple(phases))
+            if len(cycles) > 1 and cycles[-1] == cycles[-2]:
+                break
+        return cycles
+
     def _handles(self) -> tuple[HandleForecast, ...]:
-        return tuple(
-            HandleForecast(
-                name=name,
-                num_bytes=view.num_bytes,
-                host_bytes=self._manager.handles[name].host_bytes,
+        handles = []
+        for name, view in self._views().items():
+            host_bytes = self._manager.handles[name].host_bytes
+            handles.append(
+                HandleForecast(name=name, num_bytes=view.num_bytes, host_bytes=host_bytes)
             )
-            for name, view in self._views().items()
-        )
+        return tuple(handles)
 
     # --- phases
 
-    def _go(self, phase: Phase) -> PhaseForecast:
+    def _run_phase(self, phase: Phase) -> PhaseForecast:
         """End the open phase, begin another one, and do its work; "idle" leaves all."""
-        for each in self._objects.values():
-            if isinstance(each, SizedEngine):
-                # a weight sync fills what it discards, whatever phase does that in this cycle
-                each.residency.stale = None
+        for stand_in in self._objects.values():
+            if isinstance(stand_in, SizedEngine):
+                # a phase of this cycle fills the weights that it discards
+                stand_in.residency.stale = None
         began = self._device.seconds
         problem = self._try_to_enter(phase)
-        stall_seconds, moved, views = self._device.seconds - began, self._moved(), self._views()
+        stall_seconds = self._device.seconds - began
+        moved = self._moved()
+        views = self._views()
         link = self._device.link
         if link is not None:
-            managed = [
-                bytes_of_one
-                for name, bytes_of_one in moved.items()
-                if not isinstance(self._objects[name], SizedEngine)
-            ]
-            stall_seconds += link.seconds_beside(*Moved.total(managed)[:3])
+            stall_seconds += link.seconds_beside(*self._moved_by_manager(moved)[:3])
         work_seconds = self._work_seconds.get(phase.name)
-        gradient_bytes, streamed = 0, Moved()
+        gradient_bytes = 0
+        streamed = Moved()
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
@@ -251,6 +261,14 @@ class Run(contextlib.AbstractContextManager["Run"]):
             work_seconds=work_seconds,
         )
 
+    def _moved_by_manager(self, moved: Mapping[str, Moved]) -> Moved:
+        """The bytes that all handles but engines have moved."""
+        parts = []
+        for name, of_handle in moved.items():
+            if not isinstance(self._objects[name], SizedEngine):
+                parts.append(of_handle)
+        return Moved.total(parts)
+
     def _try_to_enter(self, phase: Phase) -> PlacementError | None:
         """Enter a phase. Returns why the manager refuses it; then the phase before goes on."""
         opened = list(self._manager.snapshot().phases)
@@ -259,9 +277,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             while len(opened) > (phase.name != IDLE):
                 opened.pop()
                 self._manager.leave()
-            if phase.name != IDLE:
-                go = self._manager.enter if is_nested or not opened else self._manager.switch
-                go(phase.name, only=phase.only)
+            if phase.name == IDLE:
+                return None
+            if is_nested or not opened:
+                self._manager.enter(phase.name, only=phase.only)
+            else:
+                self._manager.switch(phase.name, only=phase.only)
         except PhaseError:
             raise
         except PlacementError as error:
@@ -275,40 +296,44 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ) -> tuple[float, int]:
         """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes
         of gradients."""
-        training = [
-            self._objects[name] for name, view in views.items() if view.state is State.TRAINING
-        ]
+        parameters: list[torch.nn.Parameter] = []
+        optimizers: list[SizedOptimizer] = []
+        for name, view in views.items():
+            stand_in = self._objects[name]
+            if view.state is not State.TRAINING:
+                continue
+            if isinstance(stand_in, SizedModule):
+                parameters += stand_in.trained
+            elif isinstance(stand_in, SizedOptimizer):
+                optimizers.append(stand_in)
         self._device.work(seconds)
         began = self._device.seconds
-        if training and phase not in self._outer:
-            self._step(training)
+        if phase not in self._outer:
+            self._step(parameters, optimizers)
         waited = self._device.seconds - began
-        for name, view in views.items() if phase == "weight_sync" else ():
-            target = self._objects[name]
-            if (
-                view.role == "rollout"
-                and isinstance(target, SizedModule)
-                and not view.readonly
-                and view.resident_bytes
-            ):
-                self._device.change(*target.parameters())
-        modules = [each for each in training if isinstance(each, SizedModule)]
-        return waited, sum(each.nbytes for module in modules for each in module.trained)
+        if phase == "weight_sync":
+            self._fill_rollout_models(views)
+        return waited, sum(parameter.nbytes for parameter in parameters)
 
-    def _step(self, training: Sequence[SizedModule | SizedOptimizer | SizedEngine]) -> None:
+    def _fill_rollout_models(self, views: Mapping[str, HandleView]) -> None:
+        for name, view in views.items():
+            stand_in = self._objects[name]
+            if not isinstance(stand_in, SizedModule) or view.role != "rollout":
+                continue
+            if view.resident_bytes and not view.readonly:
+                self._device.change(*stand_in.parameters())
+
+    def _step(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizers: Sequence[SizedOptimizer],
+    ) -> None:
         """One training step: gradients come, optimizers step, values change, gradients go."""
-        parameters = [
-            parameter
-            for module in training
-            if isinstance(module, SizedModule)
-            for parameter in module.trained
-        ]
         for parameter in parameters:
             parameter.grad = sized(parameter.shape, parameter.dtype)
-        for optimizer in training:
-            if isinstance(optimizer, SizedOptimizer):
-                optimizer.step()
-                self._device.change(*optimizer.tensors)
+        for optimizer in optimizers:
+            optimizer.step()
+            self._device.change(*optimizer.tensors)
         self._device.change(*parameters)
         for parameter in parameters:
             parameter.grad = None
@@ -319,16 +344,22 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {name: handle_view(handle) for name, handle in self._manager.handles.items()}
 
     def _count(self) -> dict[str, Moved]:
-        names = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes")
-        return {
-            name: Moved(*attrgetter(*names)(handle.counters))
-            for name, handle in self._manager.handles.items()
-        }
+        counts = {}
+        for name, handle in self._manager.handles.items():
+            counters = handle.counters
+            counts[name] = Moved(
+                counters.loaded_bytes,
+                counters.offloaded_bytes,
+                counters.skipped_bytes,
+                counters.prefetch_used_bytes,
+            )
+        return counts
 
     def _moved(self) -> dict[str, Moved]:
         """The bytes that each handle has moved since the last call."""
-        before, self._counters = self._counters, self._count()
-        return {
-            name: Moved(*(now - then for now, then in zip(after, before[name], strict=True)))
-            for name, after in self._counters.items()
-        }
+        before = self._counters
+        self._counters = self._count()
+        moved = {}
+        for name, count in self._counters.items():
+            moved[name] = count.since(before[name])
+        return moved

@@ -1,4 +1,4 @@
-"""Stand-ins for what a worker registers: they have its shapes and dtypes, and no bytes."""
+"""Stand-ins for the objects of a worker: they have their shapes and dtypes, and no bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ class Rollout:
 
     Raises:
         ValueError: a size is no number of bytes.
+
+    Example:
+        ::
+
+            manager.register("rollout", Rollout("14GiB", "40GiB"), role="rollout")
     """
 
     weights_bytes: int | str
@@ -37,9 +42,9 @@ class Rollout:
         }
 
 
-def size_of(name: str, given: int | str) -> int:
+def size_of(name: str, size: int | str) -> int:
     """A number of bytes from 0 on. Raises ValueError, TypeError: the argument `name` is none."""
-    nbytes = bytes_of(name, given)
+    nbytes = bytes_of(name, size)
     if nbytes < 0:
         raise ValueError(f"{name} must be 0 or more, not {nbytes}")
     return nbytes
@@ -107,9 +112,9 @@ def _tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     for module in root.modules():
         fields = module.__dict__
-        attributes = [value for value in fields.values() if isinstance(value, torch.Tensor)]
-        own = [*fields["_parameters"].values(), *fields["_buffers"].values(), *attributes]
-        for tensor in own:
+        tensors = [*fields["_parameters"].values(), *fields["_buffers"].values()]
+        tensors += [value for value in fields.values() if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
@@ -154,18 +159,24 @@ def optimizer_without_bytes(
     return SizedOptimizer(groups)
 
 
-def _copied(parameters: list[torch.nn.Parameter], states: list[Mapping[str, object]]) -> StateOf:
+def _copied(
+    parameters: list[torch.nn.Parameter],
+    states: list[Mapping[str, object]],
+) -> StateOf:
     """The state that each parameter gets: that of the last one of its shape and dtype, because the
-    first may hold what all share."""
-    known: dict[tuple[torch.Size, torch.dtype], dict[str, torch.Tensor]] = {}
+    first may hold state that all share."""
+    by_form: dict[_Form, dict[str, torch.Tensor]] = {}
     for parameter, state in zip(parameters, states, strict=True):
         if parameter.requires_grad:
-            known[_form(parameter)] = {
+            by_form[_form(parameter)] = {
                 name: value for name, value in state.items() if isinstance(value, torch.Tensor)
             }
-    return lambda parameter: known[_form(parameter)]
+    return lambda parameter: by_form[_form(parameter)]
 
 
-def _form(parameter: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+_Form = tuple[torch.Size, torch.dtype]
+
+
+def _form(parameter: torch.Tensor) -> _Form:
     # twins of scalars have a dimension
     return parameter.shape or torch.Size((1,)), parameter.dtype

@@ -64,15 +64,16 @@ class Driver:
         attribute = (
             self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         )
-        has_it, why = False, "the driver reports that the device does not support it"
+        is_supported = False
+        reason = "the driver reports that the device does not support it"
         try:
-            has_it = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
+            is_supported = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
         except RuntimeError as exc:  # the driver does not know this attribute
-            why = str(exc)
-        if not has_it:
+            reason = str(exc)
+        if not is_supported:
             raise PlacementError(
-                f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as "
-                f"new as torch's CUDA {torch.version.cuda}; a virtual GPU must support unified "
+                f"cuda:{index}: no virtual memory management ({reason}). Install an NVIDIA driver "
+                f"as new as torch's CUDA {torch.version.cuda}; a virtual GPU must support unified "
                 "memory (a whole GPU or MIG slice does)"
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
@@ -88,13 +89,12 @@ class Driver:
         # This device may read and write its memory, and so may those GPUs that this process uses
         # already, which are none for a process with one of many GPUs. Rights for a GPU that this
         # process does not use cost that GPU memory and time.
-        others = (
-            other
-            for other in range(torch.cuda.device_count())
-            if other != index and self._is_in_use(other)
-        )
-        peers = [other for other in others if torch.cuda.can_device_access_peer(other, index)]
-        self.access = [self._access(each) for each in (index, *peers)]
+        peers = []
+        for peer in range(torch.cuda.device_count()):
+            is_in_use = peer != index and self._is_in_use(peer)
+            if is_in_use and torch.cuda.can_device_access_peer(peer, index):
+                peers.append(peer)
+        self.access = [self._access(gpu) for gpu in (index, *peers)]
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
@@ -153,7 +153,11 @@ class Driver:
             if outcome[0] != success:
                 self.value(function, outcome)
 
-    def outcomes(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def outcomes(
+        self,
+        function: str,
+        calls: Iterable[tuple[Any, ...]],
+    ) -> list[tuple[Any, ...]]:
         """Call a driver function once for each tuple of arguments. All calls are made, and nothing
         is raised: `check` does."""
         return [*itertools.starmap(getattr(self.api, function), calls)]

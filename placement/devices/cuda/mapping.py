@@ -69,7 +69,8 @@ class Extent:
         check_span(start, nbytes, self._nbytes)
         planned: dict[int, Slot] = {}
         indices = range(start // size, -(-(start + nbytes) // size))
-        for index, chunk in zip(indices, itertools.chain(chunks, repeat(None)), strict=False):
+        new_chunks = itertools.chain(chunks, repeat(None))
+        for index, chunk in zip(indices, new_chunks, strict=False):
             room = min(size, self._nbytes - index * size)
             end = min(room, start + nbytes - index * size)
             old = self._slots.get(index, _EMPTY)

@@ -51,8 +51,8 @@ class Poison:
         self._asked, self._answered = torch.cuda.Event(), torch.cuda.Event()
         # Kept until the process ends: torch's destructors call the device, which kills a forked
         # child (torch 2.11).
-        for each in (self._comparison, self._asked, self._answered):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        for handle in (self._comparison, self._asked, self._answered):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         weakref.finalize(self, _reset, self._comparison, driver).atexit = False
         with torch.cuda.stream(self._stream):
             self._comparison.capture_begin(capture_error_mode="thread_local")
@@ -98,7 +98,7 @@ class Poison:
 
     def _launch(self, current: torch.cuda.Stream) -> None:
         self._is_comparing = False
-        here = torch.cuda.current_stream()  # may be the stream of another device
+        callers = torch.cuda.current_stream()  # may be the stream of another device
         try:
             torch.cuda.set_stream(self._stream)  # the context manager costs seven times as much
             self._comparison.replay()
@@ -106,12 +106,13 @@ class Poison:
                 self._answer.host.copy_(self._extremes, non_blocking=True)
         finally:
             torch.cuda.set_stream(current)
-            torch.cuda.set_stream(here)
+            torch.cuda.set_stream(callers)
         self._answered.record(self._stream)
         self._is_comparing = True
 
     def _compare(self) -> None:
-        torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
+        least, most = self._extremes[0], self._extremes[1]
+        torch.aminmax(self._words, out=(least, most))
 
 
 def _reset(comparison: torch.cuda.CUDAGraph, driver: Driver) -> None:

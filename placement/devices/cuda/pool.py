@@ -80,11 +80,10 @@ class Place:
 def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
     """Predict the places of storages of these sizes. Returns the places in the order of allocation,
     and the used bytes."""
-    rounded = [max(_ROUND, -(-size // _ROUND) * _ROUND) if size else 0 for size in sizes]
+    rounded = [-(-size // _ROUND) * _ROUND for size in sizes]
     large = [i for i, size in enumerate(rounded) if size > _SMALL]
-    small = sorted(
-        (i for i, size in enumerate(rounded) if 0 < size <= _SMALL), key=lambda i: -rounded[i]
-    )
+    small = [i for i, size in enumerate(rounded) if 0 < size <= _SMALL]
+    small.sort(key=lambda i: -rounded[i])
     places: list[Place] = []
     cursor = 0
     if large:
@@ -109,7 +108,10 @@ def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
 
 
 def _plugs(start: int, end: int) -> list[Place]:
-    return [Place(at, min(_SMALL, end - at), None) for at in range(start, end, _SMALL)]
+    plugs = []
+    for offset in range(start, end, _SMALL):
+        plugs.append(Place(offset, min(_SMALL, end - offset), None))
+    return plugs
 
 
 class PoolRange:
@@ -121,7 +123,8 @@ class PoolRange:
         self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object
     ) -> None:
         hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-        if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
+        value = os.environ.get(hook, "0").lower()
+        if value not in ("", "0", "false", "no", "n"):
             raise RegistrationError(
                 f"{hook} is set: NCCL would register memory that placement replaces. Unset the "
                 "variable."

@@ -1,8 +1,8 @@
 """Host copies beyond a limit on host memory: mappings of files on a local disk.
 
 The kernel keeps such a copy: it writes changed pages to the file when it wants, and may give their
-memory to others. What is not in memory is read again when it is used. `read_ahead` has the disk
-begin with all that a copy needs.
+memory to others. Pages that are not in memory are read again when they are used. `read_ahead` has
+the disk begin with all pages of a copy.
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ def read_ahead(address: int, nbytes: int) -> None:
     """Begin to read `[address, address + nbytes)`, where that is in a file and not in memory. The
     page faults of a copy would read less at a time, which is slower: 0.5 instead of 1.8 GB/s where
     the kernel reads 128 KiB ahead, its default (ext4)."""
-    for slab in _alive:
-        if slab.address <= address < slab.address + slab.nbytes:
-            first, end = address // PAGE * PAGE, address + nbytes
-            if not _is_in_memory(first, end - first):
-                for start in range(first, end, _HINT_BYTES):
-                    libc.madvise(start, min(_HINT_BYTES, end - start), _MADV_WILLNEED)
+    if not any(slab.address <= address < slab.address + slab.nbytes for slab in _alive):
+        return
+    first = address // PAGE * PAGE
+    end = address + nbytes
+    if not _is_in_memory(first, end - first):
+        for start in range(first, end, _HINT_BYTES):
+            libc.madvise(start, min(_HINT_BYTES, end - start), _MADV_WILLNEED)
 
 
 def _is_in_memory(address: int, nbytes: int) -> bool:

@@ -81,40 +81,49 @@ step; stops when it returns False."""
 _mapped: dict[int, int] = {}
 
 
+_Undo = list[Callable[[], None]]  # functions to call before memory is unmapped
+
+
 def map_for_life(
     owner: object,
     nbytes: int,
     protection: int,
     flags: int,
-    undo: list[Callable[[], None]] | None = None,
+    undo: _Undo | None = None,
     *,
     file: int = -1,
 ) -> int:
     """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and
     not at interpreter exit.
-    `undo`: functions to call before unmapping; the list is read when the owner dies.
-    `file`: the descriptor of a file to map from its beginning, may be closed afterwards; -1:
-    anonymous memory.
-    Raises OSError: the kernel refused."""
+
+    Args:
+        undo: functions to call before unmapping; the list is read when the owner dies.
+        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1:
+            anonymous memory.
+
+    Raises:
+        OSError: the kernel refused.
+    """
     address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
     if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    weakref.finalize(
-        owner, _unmap, address, nbytes, [] if undo is None else undo, os.getpid()
-    ).atexit = False
+    if undo is None:
+        undo = []
+    finalizer = weakref.finalize(owner, _unmap, address, nbytes, undo, os.getpid())
+    finalizer.atexit = False
     _mapped[address] = nbytes
     libc.madvise(address, nbytes, MADV_DONTFORK)
     return address
 
 
-def _unmap(address: int, nbytes: int, undo: list[Callable[[], None]], pid: int) -> None:
+def _unmap(address: int, nbytes: int, undo: _Undo, pid: int) -> None:
     if os.getpid() != pid:  # a forked child never had the mapping
         return
     with deferred():
         try:
-            for each in undo:
-                each()
+            for step in undo:
+                step()
         finally:
             # first: another thread may map memory there as soon as it is free
             _mapped.pop(address, None)
@@ -123,44 +132,37 @@ def _unmap(address: int, nbytes: int, undo: list[Callable[[], None]], pid: int) 
 
 def _take_addresses() -> None:
     """In a forked child: let nothing else get the addresses of the parent's mappings."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED_NOREPLACE
     for address, nbytes in _mapped.items():
-        found = libc.mmap(
-            address,
-            nbytes,
-            NO_ACCESS,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED_NOREPLACE,
-            -1,
-            0,
-        )
-        if found not in (address, MAP_FAILED):
-            libc.munmap(found, nbytes)
-    _mapped.clear()  # a child of this child inherits what was mapped here
+        taken = libc.mmap(address, nbytes, NO_ACCESS, flags, -1, 0)
+        if taken not in (address, MAP_FAILED):
+            libc.munmap(taken, nbytes)
+    _mapped.clear()  # a child of this child inherits these mappings
 
 
 os.register_at_fork(after_in_child=_take_addresses)
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still allocate: the machine's available memory, or what its
-    control groups leave if that is less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (
-        int(meminfo[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")
-    )
+    """Bytes that this process can still allocate: the machine's available memory, or the bytes that
+    its control groups leave if these are less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    meminfo = dict(line.split(":", 1) for line in lines)
+    total = int(meminfo["MemTotal"].split()[0]) << 10
+    available = int(meminfo["MemAvailable"].split()[0]) << 10
     return max(0, min([available, *left_in_cgroups(below=total)]))
 
 
 def check_available(nbytes: int, of_what: str = "", promised_to_it: int = 0) -> None:
-    """Raise HostMemoryError unless there are `nbytes` beside what other slabs will still allocate:
-    touching more would kill the process."""
+    """Raise HostMemoryError unless there are `nbytes` beside the memory that other slabs will still
+    allocate: touching more would kill the process."""
     promised = promised_bytes() - promised_to_it
     available = max(0, available_bytes() - promised)
     if nbytes > available:
-        numbers = (
-            f"{nbytes:,} bytes{of_what}, {available:,} available, {promised:,} more promised to "
-            "other slabs"
+        raise HostMemoryError(
+            f"host memory: asked for {nbytes:,} bytes{of_what}, {available:,} available, "
+            f"{promised:,} more promised to other slabs"
         )
-        raise HostMemoryError(f"host memory: asked for {numbers}")
 
 
 def left_in_cgroups(
@@ -197,18 +199,20 @@ def free_huge_bytes(buddyinfo: Path = Path("/proc/buddyinfo")) -> int:
     # Node 0, zone   Normal   4   1   0 ...: free blocks of each order
     for line in _read(buddyinfo).splitlines():
         counts = line.partition("zone")[2].split()[1:]
-        total += sum(
-            int(count) << order for order, count in enumerate(counts) if order >= _HUGE_ORDER
-        )
+        for order, count in enumerate(counts):
+            if order >= _HUGE_ORDER:
+                total += int(count) << order
     return total * mmap.PAGESIZE
 
 
 def _reclaimable(group: Path) -> int:
     """Bytes of cached files. They count as used, but are dropped when memory is needed."""
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    names = ("active_file", "inactive_file")
-    # version 1: `total_` includes child groups
-    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)
+    nbytes = 0
+    for name in ("active_file", "inactive_file"):
+        # version 1: `total_` includes child groups
+        nbytes += int(stat.get(f"total_{name}", stat.get(name, 0)))
+    return nbytes
 
 
 def _read(path: Path) -> str:
@@ -221,8 +225,8 @@ def _read(path: Path) -> str:
 # --- memory that is prepared in the background
 #
 # A few threads touch it piece by piece, and the last one has the driver pin it, in one call: the
-# driver refuses a copy across what two calls have pinned ("invalid argument"), and anybody may copy
-# any part of a slab. The driver's other calls wait for this one, about 1 s for 16 GB (H100), once.
+# driver refuses a copy across memory of two calls ("invalid argument"), and a copy may be of any
+# part of a slab. The driver's other calls wait for this one, about 1 s for 16 GB (H100), once.
 #
 # A slab can be used at once, because touching does not change written bytes. Only placement's own
 # copies wait, in `wait_until_ready`, until the memory is pinned: faster than a copy from untouched
@@ -243,7 +247,7 @@ class Reservation:
         # asking the reference could make a thread of the pool the slab's last user
         self._slab = weakref.ref(slab, self._dead.append)
         self.ready = threading.Event()  # set once it is pinned or refused
-        self.undo: list[Callable[[], None]] = []  # functions to call before unmapping
+        self.undo: _Undo = []
         # bytes that are promised but not yet allocated, for each piece. Each entry has one writer.
         self.untouched = [nbytes]
         self.pinned: bool | None = None  # whether it is pinned; None while that is undecided
@@ -261,20 +265,26 @@ class Reservation:
         unpin: Callable[[int], None] | None,
     ) -> None:
         """Hand the memory over to the threads.
-        `touch`: allocates memory; None if it is allocated already.
-        `unpin`: undoes `pin`; called where that has succeeded or raised."""
-        self._touch, self._pin_by, self._unpin_by = touch, pin, unpin
+
+        Args:
+            touch: allocates memory; None if it is allocated already.
+            unpin: undoes `pin`; called where that has succeeded or raised.
+        """
+        self._touch = touch
+        self._pin_by = pin
+        self._unpin_by = unpin
         self.ready.clear()
         self.pinned = self.reason = None
-        self._address, self._nbytes = address, nbytes
-        pieces = range(0, self._nbytes, PIECE_BYTES)
-        self.untouched = [
-            min(PIECE_BYTES, self._nbytes - start) if touch else 0 for start in pieces
-        ]
+        self._address = address
+        self._nbytes = nbytes
+        self.untouched = []
+        for start in range(0, nbytes, PIECE_BYTES):
+            self.untouched.append(min(PIECE_BYTES, nbytes - start) if touch else 0)
         # A step of a counter is one step for all threads, so exactly one thread sees the last
         # number.
-        self._touched, self._let_go = itertools.count(1), itertools.count(1)
-        POOL.submit(self, len(pieces))
+        self._touched = itertools.count(1)
+        self._let_go = itertools.count(1)
+        POOL.submit(self, len(self.untouched))
 
     def wait(self) -> None:
         """Wait until it is pinned or refused."""
@@ -286,6 +296,10 @@ class Reservation:
         `ready`: the slab can die at once."""
         return functools.partial(_count_down, self._let_go, len(self.untouched), self.ready)
 
+    def overlaps(self, address: int, nbytes: int) -> bool:
+        ends_before = self._address + self._nbytes <= address
+        return not ends_before and self._address < address + nbytes
+
     @property
     def is_wanted(self) -> bool:
         return not self._dead and not POOL.stopping.is_set()
@@ -293,6 +307,7 @@ class Reservation:
     def prepare(self, index: int) -> None:
         """Touch one piece. After the last one, pin the whole."""
         start = index * PIECE_BYTES
+        nbytes = min(PIECE_BYTES, self._nbytes - start)
 
         def progress(done: int) -> bool:
             self.untouched[index] -= done
@@ -300,13 +315,9 @@ class Reservation:
 
         try:
             if self._touch:
-                self.reason = (
-                    self._touch(
-                        self._address + start, min(PIECE_BYTES, self._nbytes - start), progress
-                    )
-                    or self.reason
-                )
-        # the reason is stored, because nobody could catch an exception of this thread
+                reason = self._touch(self._address + start, nbytes, progress)
+                self.reason = reason or self.reason
+        # the reason is stored, because no caller could catch an exception of this thread
         except Exception as exc:
             self.reason = f"{type(exc).__name__}: {exc}"
         if next(self._touched) == len(self.untouched) and self.is_wanted:
@@ -339,15 +350,12 @@ def promised_bytes() -> int:
 def wait_until_ready(address: int, nbytes: int) -> None:
     """Wait until the slab of `[address, address + nbytes)` is pinned or refused. It moves to the
     front of the queue."""
-    # at interpreter exit no thread works any more
-    for each in [] if POOL.stopping.is_set() else _alive:
-        if (
-            not each.ready.is_set()
-            and each._address < address + nbytes
-            and address < each._address + each._nbytes
-        ):
-            POOL.hurry(each)
-            each.wait()
+    if POOL.stopping.is_set():  # at interpreter exit no thread works any more
+        return
+    for reservation in _alive:
+        if not reservation.ready.is_set() and reservation.overlaps(address, nbytes):
+            POOL.hurry(reservation)
+            reservation.wait()
 
 
 # --- slabs
@@ -359,19 +367,12 @@ def upload(
     """`target.copy_(source, non_blocking)` for a source in a slab. It waits until the slab is
     pinned. A cast is made on the device."""
     is_plain = type(source) is type(target) is torch.Tensor
-    if is_plain and source.dtype != target.dtype and target.device.type != "cpu":
-        return target.copy_(
-            upload(
-                torch.empty_like(source, device=target.device), source, non_blocking=non_blocking
-            )
-        )
-    if (
-        not is_plain
-        or source.dtype != target.dtype
-        or not source.is_contiguous()
-        or not target.is_contiguous()
-        or source.numel() == 0
-    ):
+    is_cast = source.dtype != target.dtype
+    if is_plain and is_cast and target.device.type != "cpu":
+        uncast = torch.empty_like(source, device=target.device)
+        return target.copy_(upload(uncast, source, non_blocking=non_blocking))
+    are_contiguous = source.is_contiguous() and target.is_contiguous()
+    if not is_plain or is_cast or not are_contiguous or source.numel() == 0:
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     return target.copy_(source, non_blocking=non_blocking)
@@ -379,15 +380,22 @@ def upload(
 
 class ReservedSlab(HostSlab):
     """Host memory with a `Reservation` of its own.
+
     `taken_bytes`: bytes that count as taken from now on, so that two slabs made at once count each
-    other."""
+    other.
+    """
 
     def __init__(
-        self, nbytes: int, taken_bytes: int, pin: Pin | None, unpin: Callable[[int], None] | None
+        self,
+        nbytes: int,
+        taken_bytes: int,
+        pin: Pin | None,
+        unpin: Callable[[int], None] | None,
     ) -> None:
         self.nbytes = nbytes
         self._size = round_up(nbytes, PAGE)
-        self._pin_by, self._unpin_by = pin, unpin
+        self._pin_by = pin
+        self._unpin_by = unpin
         self._memory = Reservation(self, taken_bytes)
         self.ready = self._memory.ready
 
@@ -413,15 +421,20 @@ class Slab(ReservedSlab):
     """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`. Without `pin`
     the memory is touched before the constructor returns. With it the constructor returns at once,
     and the memory is touched and pinned in the background.
-    `nbytes`: the exact size; 0 maps nothing.
-    `pin`: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason for
-    a failure. Called on a background thread. A slab that it refuses stays pageable.
-    `unpin`: undoes `pin`, given the address. Called before the memory is freed, also for a `pin`
-    that raised.
-    `place`: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before
-    the memory is touched.
-    Raises HostMemoryError: the machine or the control group does not have that much, counting what
-    other slabs will still allocate."""
+
+    Args:
+        nbytes: the exact size; 0 maps nothing.
+        pin: pins `(address, nbytes)` for a device, all of it at once; returns None, or the reason
+            for a failure. Called on a background thread. A slab that it refuses stays pageable.
+        unpin: undoes `pin`, given the address. Called before the memory is freed, also for a `pin`
+            that raised.
+        place: chooses where `(address, nbytes)` will be allocated, such as `prefer`. Called before
+            the memory is touched.
+
+    Raises:
+        HostMemoryError: the machine or the control group does not have that much, beside the memory
+            that other slabs will still allocate.
+    """
 
     def __init__(
         self,
@@ -471,16 +484,13 @@ class Slab(ReservedSlab):
     def _prepare(self) -> None:
         """Touch all of the memory, now or in the background, and have it pinned."""
         # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now,
-        # before anybody writes to it.
-        if (
-            self._pin_by is None
-            or not self.nbytes
-            or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
-        ):
+        # before a value is written there.
+        touches_later = self._pin_by is not None and self.nbytes > 0
+        if touches_later and libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) == 0:
+            self.pin(_touch)
+        else:
             populate(self.address, self._size)
             self.pin()
-        else:
-            self.pin(_touch)
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -499,7 +509,11 @@ def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(_TOUCH_STEP, address + nbytes - start)
 
 
-def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+def _touch(
+    address: int,
+    nbytes: int,
+    progress: Callable[[int], bool],
+) -> str | None:
     """Allocate memory on a background thread. See `Touch`."""
     available = available_bytes()
     if nbytes > available:  # other processes have taken memory since the slab was made
@@ -526,7 +540,8 @@ class SlabPart(HostSlab):
 
     def __init__(self, whole: HostSlab, offset: int, nbytes: int) -> None:
         check_span(offset, nbytes, whole.nbytes)
-        self.whole, self._offset = whole, offset
+        self.whole = whole
+        self._offset = offset
         self.address = whole.address + offset
         self.nbytes = nbytes
         self.ready = whole.ready
@@ -541,7 +556,9 @@ class SlabPart(HostSlab):
 
     @property
     def held_bytes(self) -> int:
-        return self.nbytes * self.whole.held_bytes // self.whole.nbytes if self.whole.nbytes else 0
+        if not self.whole.nbytes:
+            return 0
+        return self.nbytes * self.whole.held_bytes // self.whole.nbytes
 
     @property
     def file_bytes(self) -> int:
@@ -553,9 +570,13 @@ class SlabPart(HostSlab):
 
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
-    """A part of `nbytes` from the beginning of a slab, and what follows it from the next cache line
-    on; None where nothing does.
-    Raises ValueError: the slab is shorter."""
+    """A part of `nbytes` from the beginning of a slab, and the part from the next cache line on;
+    None where nothing follows.
+
+    Raises ValueError: the slab is shorter.
+    """
     start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    rest = SlabPart(whole, start, whole.nbytes - start) if start < whole.nbytes else None
-    return SlabPart(whole, 0, nbytes), rest
+    following = None
+    if start < whole.nbytes:
+        following = SlabPart(whole, start, whole.nbytes - start)
+    return SlabPart(whole, 0, nbytes), following

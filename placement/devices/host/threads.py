@@ -39,18 +39,16 @@ class _Pool:
             self._queue.append((weakref.ref(reservation), iter(range(pieces))))
             # without those that could not be started
             self._threads = {thread for thread in self._threads if thread.is_alive()}
-            fresh = [
-                BackgroundThread("placement-host", self._work)
-                for _ in range(most - len(self._threads))
-            ]
-            self._threads.update(fresh)
+            missing = most - len(self._threads)
+            added = [BackgroundThread("placement-host", self._work) for _ in range(missing)]
+            self._threads.update(added)
             # they wait for the lock: a thread's stack cannot be mapped while another thread touches
             # memory
-            for thread in fresh:
+            for thread in added:
                 thread.start()
 
     def hurry(self, reservation: Reservation) -> None:
-        """Put a reservation first in the queue, because somebody waits for it."""
+        """Put a reservation first in the queue, because a copy waits for it."""
         with self._lock:
             for entry in [*self._queue]:
                 if entry[0]() is reservation:
