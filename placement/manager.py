@@ -214,8 +214,8 @@ class Manager:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
 
         Call it after wrapping, loading and resizing the object, and before capturing CUDA graphs of
-        it. Its tensors get device addresses that do not change any more, its bytes are copied to
-        the host, and it moves where the open phase (outside every phase: `idle`) wants it.
+        it. Its tensors get device addresses that do not change any more, and its bytes are copied
+        to the host. It moves where the open phase (outside every phase: `idle`) wants it.
 
         Args:
             name: the handle's name: 1 to 64 letters, digits and `_.:-`.
@@ -386,7 +386,7 @@ class Manager:
         only: Iterable[str | Handle] | None = None,
     ) -> Hold:
         """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads
-        in another, in whatever order.
+        in another, in any order.
 
         A hold belongs to no thread, and several may be open at once. The latest that concerns a
         handle decides about it: name the handles with `only`, so that each hold speaks of its own.
@@ -524,9 +524,9 @@ class Manager:
         use on: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`, `failures`,
         `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
 
-        The peak is the most that the handles held together, measured at the beginning and the end
-        of a phase and in each step that streams its state: pages of weights, optimizer state, and
-        memory of engines. Activations and gradients in torch's own memory do not count.
+        The peak is the most that the handles held together: pages of weights, optimizer state, and
+        memory of engines. It is measured at the beginning and the end of a phase and in each step
+        that streams its state. Activations and gradients in torch's own memory do not count.
 
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.
@@ -538,7 +538,7 @@ class Manager:
         nothing.
 
         Looks at every tensor, so it is not for every step. The result's `ok` tells whether
-        everything agrees; `findings` lists what does not (drift, leaks, stray references, writes
+        everything agrees; `findings` lists the differences (drift, leaks, stray references, writes
         into offloaded memory), and `report` is a table for people. A write into offloaded memory is
         reported by every audit until the next phase transition raises it.
 
@@ -577,8 +577,8 @@ class Manager:
 
         Args:
             port: the TCP port; 0 takes a free one.
-            address: the address to listen on. The default is loopback, because everybody who can
-                connect can read what this worker does.
+            address: the address to listen on. The default is loopback, because every client that
+                can connect can read the phases and handles of this worker.
             discovery: a folder for Prometheus' file-based service discovery. The worker keeps a
                 file of its own there until the server closes. None: `Settings.discovery`.
             identity: the worker's identity in its run (rank, node, ...). None: taken from the

@@ -2,7 +2,7 @@
 
 A policy is pure. It reads a `View` and returns a total `Plan`. It moves nothing, asks no device,
 keeps no history and reads no clock. The modules here import only public names of `placement`, so a
-user's own policy can do whatever these do.
+user's own policy can do all that these do.
 """
 
 from placement import Policy

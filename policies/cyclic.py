@@ -227,9 +227,10 @@ class _Choice:
         """Leave units on the device whose room is not needed, those that are needed soonest first.
 
         A unit that may have been changed is evicted nevertheless, where its next use is known and
-        too far. As much of it stays as early bytes as there is room for beside the phase, and is
-        saved while the phase computes, so that the worker does not wait when its room is needed.
-        Units that come sooner are before it in the plan, and get the room of its saved bytes.
+        too far. As much of it stays as early bytes as there is room for beside the phase. These
+        bytes are saved while the phase computes, so that the worker does not wait when their room
+        is needed. Units that come sooner are before it in the plan, and get the room of its saved
+        bytes.
         """
         early = self.worker.early(self.view)
         is_known = self.is_known and self.view.enclosing is None

@@ -1,9 +1,9 @@
 """Checkpoints in torch.distributed.checkpoint's format. A handle is saved and loaded where its
 values are, without moving it.
 
-Values that only an object's own code can load (extra state, a state dict that shows copies, an
-optimizer with a `load_state_dict` of its own) need the object on the device: `load` opens a phase
-`restore` for them.
+Some values can be loaded only by an object's own code: extra state, a state dict that shows copies,
+an optimizer with a `load_state_dict` of its own. They need the object on the device: `load` opens a
+phase `restore` for them.
 
 `save` and `load` take everything at once; `Model` and `Optimizer` put handles into a dict of your
 own (docs/worker.md shows both). Parameters have the names that torch's `get_model_state_dict` and

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from placement.checkpoint.optimizer import Optimizer
-from placement.checkpoint.parts import Change, Model, Part, Path, Shown, apply, as_bytes, under
+from placement.checkpoint.parts import Model, Part, Path, Shown, apply, as_bytes, under
 from placement.checkpoint.writer import writer
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
@@ -140,8 +140,8 @@ def async_save(
         `result()` raises CheckpointError. It cannot be cancelled: `cancel()` returns False. Its
         callbacks run on a thread of their own. They may make any call, and wait for another save. A
         phase that another thread has open refuses their calls as those of any other thread. On
-        several ranks they must call nothing in which all ranks take part (`save`, `load`, phases of
-        a group), because the ranks' callbacks have no common order.
+        several ranks they must make no call of all ranks (`save`, `load`, phases of a group): the
+        ranks' callbacks have no common order.
 
     Raises:
         CheckpointError: a handle cannot be saved like this, or the process is exiting.
@@ -245,7 +245,7 @@ def load(
                 process_group=process_group,
                 no_dist=not dist.is_initialized(),
             )
-        changes: list[Change] = []
+        changes = []
         with _together(process_group):
             for name, part in parts.items():
                 changes += part.prepare(values[name])
@@ -321,7 +321,7 @@ def _on_several_meshes(
 ) -> set[str]:
     """The tensors that ranks have on several meshes, from each rank's mesh of each tensor."""
     first: dict[str, tuple[int, ...]] = {}
-    on_several: set[str] = set()
+    on_several = set()
     for of_rank in meshes:
         for key, ranks in of_rank.items():
             if first.setdefault(key, ranks) != ranks:

@@ -67,11 +67,17 @@ class _Named(NamedTuple):
 
 
 class Optimizer(Part):
-    """An optimizer handle for torch.distributed.checkpoint: `{"optimizer":
-    placement.checkpoint.Optimizer(adam)}`.
+    """An optimizer handle for torch.distributed.checkpoint.
 
     Loading into an optimizer without state needs `planner=placement.checkpoint.LoadPlanner()`,
-    because only the checkpoint knows what has to be read.
+    because only the checkpoint knows the entries to read.
+
+    Example:
+        ::
+
+            state = {"optimizer": placement.checkpoint.Optimizer(adam)}
+            planner = placement.checkpoint.LoadPlanner()
+            torch.distributed.checkpoint.load(state, checkpoint_id=path, planner=planner)
     """
 
     kind = noun = "optimizer"
@@ -81,7 +87,7 @@ class Optimizer(Part):
         if self.handle.gathers is not None:
             return self._gathered(optimizer)
         state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
+        groups = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
             for named in self._optimizers():
                 own = own_state(named.optimizer)
@@ -191,11 +197,11 @@ class Optimizer(Part):
                 "takes it from the checkpoint",
             )
         saved_groups = self._groups(values, optimizers)
-        all_stepped: set[str] = set()
+        all_stepped = set()
         for named in optimizers:
             all_stepped |= named.stepped()
         self._refuse_unstepped(values["state"], all_stepped)
-        changes: list[Change] = []
+        changes = []
         for named in optimizers:
             state = dict(values["state"])
             for name in all_stepped - named.stepped():
@@ -277,7 +283,7 @@ class Optimizer(Part):
         is_ours: bool,
     ) -> Change:
         optimizer = named.optimizer
-        copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        copies = []
         entries: dict[Any, Any] = {}
         for parameter in named.parameters():
             name = named.names[id(parameter)]
@@ -392,7 +398,7 @@ class Optimizer(Part):
         step one parameter (a wrapper with slow weights): to all but the first it has a name that
         begins with theirs."""
         names = self._names()
-        optimizers: list[_Named] = []
+        optimizers = []
         taken: set[str] = set()
         for leaf in self._adapter().leaves():
             stepped = [*map(id, parameters_of([leaf]))]

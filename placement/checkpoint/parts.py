@@ -214,7 +214,7 @@ class Part(abc.ABC):
 
     def _require_one_value(self, copies: Copies) -> None:
         """Raise unless tensors that lie in the same memory (tied weights) get the same bytes."""
-        parts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        parts = []
         for name, live, new in copies:
             for target, source in _pairs(live, new):
                 if has_bytes(target):
@@ -243,8 +243,14 @@ class Part(abc.ABC):
 
 
 class Model(Part):
-    """A module handle for torch.distributed.checkpoint: `{"model":
-    placement.checkpoint.Model(actor)}`."""
+    """A module handle for torch.distributed.checkpoint.
+
+    Example:
+        ::
+
+            state = {"model": placement.checkpoint.Model(actor)}
+            torch.distributed.checkpoint.save(state, checkpoint_id=path)
+    """
 
     kind = "module"
     noun = "model"
@@ -324,7 +330,7 @@ class Model(Part):
         assert self.handle.adapter is not None
         module: torch.nn.Module = self.handle.object
         moved = (owned.tensor for owned in self.handle.adapter.owned() if not owned.transient)
-        addresses: set[int] = set()
+        addresses = set()
         # some parameters stay on the CPU on purpose
         for tensor in itertools.chain(moved, module.parameters(), module.buffers()):
             for _, part in parts_of(tensor, ""):

@@ -1,5 +1,5 @@
 """The command `placement`. A module of this package has `add_NAME(parser)` for each of its
-subcommands: its arguments, and what it runs."""
+subcommands: its arguments, and the function that it runs."""
 
 from __future__ import annotations
 

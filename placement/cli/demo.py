@@ -1,5 +1,5 @@
-"""`placement demo`: a real GRPO job, small enough for two CPU cores, with a report of what was on
-the device."""
+"""`placement demo`: a real GRPO job, small enough for two CPU cores, with a report of the handles
+that were on the device."""
 
 from __future__ import annotations
 

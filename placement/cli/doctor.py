@@ -1,5 +1,5 @@
-"""`placement doctor`: measure the link between host and device, and say what would slow moves down
-or stop them."""
+"""`placement doctor`: measure the link between host and device, and report conditions that would
+slow moves down or stop them."""
 
 from __future__ import annotations
 

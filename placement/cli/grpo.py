@@ -155,8 +155,8 @@ class Worker:
         model = self.engine.module
         ids, cache = prompts, None
         running = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
-        answers: list[Tensor] = []
-        answer_mask: list[Tensor] = []
+        answers = []
+        answer_mask = []
         for _ in range(self.recipe.new_tokens):
             output = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values

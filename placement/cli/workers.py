@@ -47,6 +47,15 @@ HANDLE_COLUMNS = (
     "skipped",
     "remarks",
 )
+# the fields of a handle for the columns from "on device" to "skipped"
+_SIZES = (
+    "resident_bytes",
+    "num_bytes",
+    "host_bytes",
+    "loaded_bytes",
+    "offloaded_bytes",
+    "skipped_bytes",
+)
 NODE_COLUMNS = ("node", "page-locked", "pageable", "engines' mirrors", "on disk")
 _NUMBER = re.compile(r"-?[\d.]+( [KMGT]iB| m?s|%)?")
 
@@ -92,20 +101,9 @@ def _handle_rows(view: View) -> list[tuple[str, ...]]:
     snapshot = view["snapshot"]
     for handle in snapshot["handles"]:
         since = snapshot["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
-        rows.append(
-            (
-                handle["name"],
-                handle["state"],
-                f"{since:.0f} s",
-                readable(handle["resident_bytes"]),
-                readable(handle["num_bytes"]),
-                readable(handle["host_bytes"]),
-                readable(handle["loaded_bytes"]),
-                readable(handle["offloaded_bytes"]),
-                readable(handle["skipped_bytes"]),
-                ", ".join(_remarks(handle)),
-            )
-        )
+        sizes = [readable(handle[name]) for name in _SIZES]
+        remarks = ", ".join(_remarks(handle))
+        rows.append((handle["name"], handle["state"], f"{since:.0f} s", *sizes, remarks))
     return rows
 
 

@@ -17,12 +17,13 @@ A framework may replace `forward` while the guard is there (accelerate's `unwrap
 module that was registered, and one whose `forward` was replaced before, have a pre-hook as well
 while the bytes are away.
 
-The guard sees calls when they begin. It does not see a call that another thread is in already, code
-that reads the weights without calling their module (`torch.nn.functional.linear(x, model.weight)`),
-a bound `forward` of a module without children that was taken while the module was on the device, or
-the results of `torch.jit` and `torch.export`, which hold the tensors themselves. Give a module of
-one of torch's own classes (`nn.Sequential`) to `torch.compile` before you register it, or inside a
-phase: while its `forward` is not torch's, the wrapper calls it without compiling it.
+The guard sees calls when they begin. It does not see a call that another thread is in already. Nor
+does it see code that reads the weights without calling their module (`torch.nn.functional.linear(x,
+model.weight)`). A bound `forward` of a module without children, taken while the module was on the
+device, goes past it. So do the results of `torch.jit` and `torch.export`, which hold the tensors
+themselves. Give a module of one of torch's own classes (`nn.Sequential`) to `torch.compile` before
+you register it, or inside a phase: while its `forward` is not torch's, the wrapper calls it without
+compiling it.
 """
 
 from __future__ import annotations

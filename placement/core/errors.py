@@ -62,8 +62,8 @@ class CheckpointError(PlacementError):
 
 
 class EngineError(PlacementError):
-    """A rollout engine refused or failed an operation. The message says what was sent, what came
-    back, and what to do."""
+    """A rollout engine refused or failed an operation. The message has the request, the answer, and
+    advice."""
 
 
 class EngineLost(EngineError):
@@ -91,8 +91,8 @@ class GroupError(PlacementError):
 
 
 class CoordinatorLost(PlacementError):
-    """The group's decision cannot be read. The rank keeps what it prepared. A new group helps: see
-    `Manager.rejoin`."""
+    """The group's decision cannot be read. The rank keeps its prepared moves. A new group helps:
+    see `Manager.rejoin`."""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -168,9 +168,9 @@ _Calls = queue.SimpleQueue["tuple[Callable[[], Any], Future[Any]] | None"]
 class BoundedCalls:
     """Makes calls one after the other on a thread of its own, and waits a limited time for each.
 
-    torch's store client waits for its answer without a limit, whatever timeout the store was given,
-    and a server that drips bytes outlasts a limit on each read. A server whose process is stopped,
-    or whose machine is gone, would hold its callers for ever.
+    torch's store client waits for its answer without a limit; the timeout of the store does not
+    count. A server that drips bytes outlasts a limit on each read. A server whose process is
+    stopped, or whose machine is gone, would hold its callers for ever.
 
     Args:
         seconds: the limit for each call. A process that was stopped meanwhile waits a part of it

@@ -181,7 +181,7 @@ class Journal:
             peaks[phase] = max(peaks.get(phase, 0), nbytes)
 
     def forget(self, counters: HandleCounters) -> None:
-        """Keep what was counted for a handle that is unregistered."""
+        """Keep the counts of a handle that is unregistered."""
         self.gone.loaded_bytes += counters.loaded_bytes
         self.gone.offloaded_bytes += counters.offloaded_bytes
         self.gone.skipped_bytes += counters.skipped_bytes

@@ -34,10 +34,11 @@ def without_modes() -> AbstractContextManager[None]:
     """Context manager in which no default device, mode, autocast or transform is active. Costs a
     microsecond where none was.
 
+    Some modes change every torch call on their thread, including calls of placement:
     `torch.device("meta")`, autocast, a `TorchFunctionMode` or `TorchDispatchMode` (such as
-    `FakeTensorMode`) and the transforms of `torch.func` change every torch call on their thread,
-    including calls made by placement. A fingerprint would become a meta or fake tensor. So code of
-    placement that computes with tensors leaves these modes first and restores them afterwards.
+    `FakeTensorMode`), the transforms of `torch.func`. A fingerprint would become a meta or fake
+    tensor. So code of placement that computes with tensors leaves these modes first and restores
+    them afterwards.
 
     Gradient mode and inference mode stay as the caller set them, because what they should be
     differs from place to place.
@@ -55,7 +56,7 @@ def without_modes() -> AbstractContextManager[None]:
 @contextmanager
 def _left() -> Iterator[None]:
     before = _LEFT.modes
-    modes: list[Any] = []
+    modes = []
     try:
         with (
             temporarily_clear_interpreter_stack(),

@@ -116,6 +116,12 @@ class Settings(BaseModel):
     Raises:
         ValueError: on construction; names each wrong field (pydantic's `ValidationError` is a
             ValueError).
+
+    Example:
+        ::
+
+            settings = Settings(policy="cyclic", phases={"distill": ["actor", "teacher"]})
+            manager = placement.Manager.from_settings(settings)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -160,7 +166,7 @@ class Settings(BaseModel):
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
     the lock files; a path names the folder, the same for all of them. None or "off": this process
-    takes whatever is free."""
+    takes all memory that is free."""
     turn_deadline_seconds: float = Field(default=600.0, gt=0)
     """The longest time in seconds that a phase waits for its turn."""
 
@@ -270,7 +276,7 @@ class Settings(BaseModel):
 
 class SettingsKeywords(TypedDict, total=False):
     """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be
-    written; `Settings` says what they mean."""
+    written; see `Settings` for their meaning."""
 
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
@@ -290,7 +296,7 @@ def _own_phase(
     wanted: object,
 ) -> tuple[str, ...] | Mapping[str, State]:
     """Check one of the user's own phases: its name, and the roles or the states of roles that it
-    wants. Raises ValueError: says what is wrong and what to write."""
+    wants. Raises ValueError: names the mistake, with advice."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"phase name {name!r} must match {NAME.pattern}")
     if name in PHASES:

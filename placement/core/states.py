@@ -204,11 +204,11 @@ class Plan:
         parts: engines that are on the device in part, with the tags that are; every other engine is
             there whole.
         prefetch: device bytes to bring while the phase computes, by handle, in this order. The
-            handles are CPU_OFFLOADED under this plan, and stay so: what has arrived early spares
-            the phase transition that loads them the copy. It is a wish, not a need: the manager
-            brings as much as the budget leaves, and gives the memory back when something else needs
-            it. A handle that leaves the device with this plan keeps its bytes there until they are
-            saved, and then the first in this order get their room.
+            handles are CPU_OFFLOADED under this plan, and stay so: bytes that have arrived early
+            need no copy in the phase transition that loads them. It is a wish, not a need: the
+            manager brings as much as the budget leaves, and gives the memory back when something
+            else needs it. A handle that leaves the device with this plan keeps its bytes there
+            until they are saved. Then the first in this order get their room.
 
     Example:
         ::
@@ -395,7 +395,7 @@ class View:
         if deficit_bytes <= 0:
             return set()
         clean, changing = self._by_copy_back(freed_bytes)
-        evicted: list[str] = []
+        evicted = []
         for names in (clean, changing):
             by_size = sorted(names, key=freed_bytes.__getitem__)
             while deficit_bytes > 0 and by_size:
@@ -449,8 +449,8 @@ class Policy(Protocol):
 
     The manager calls `plan` with its lock held, before any byte moves. A phase transition (entry,
     switch, exit) or a registration may call it several times: for the phase that begins, again once
-    a `Lazy` was built for it, for the enclosing phase (outside every phase that is `idle`), and
-    with a budget of 0 bytes to learn what the phase needs in any case.
+    a `Lazy` was built for it, and for the enclosing phase (outside every phase that is `idle`).
+    With a budget of 0 bytes it learns which handles the phase needs in any case.
 
     The returned plan names every handle of the view. It depends on the view alone: equal views give
     equal plans, on every rank. The manager checks whether the bytes fit. A policy keeps optional
@@ -458,6 +458,15 @@ class Policy(Protocol):
 
     Raises:
         PolicyError: the phase is not one of `view.known_phases`.
+
+    Example:
+        ::
+
+            class Everything:
+                name = "everything"
+
+                def plan(self, view):
+                    return view.total_plan(dict.fromkeys(view.handles, State.GPU_RESIDENT))
     """
 
     name: str

@@ -69,8 +69,8 @@ class Adopter:
         return "swap" if storage.device == self.device and can_swap() else "rebind"
 
     def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-        """Raise RegistrationError for a storage, given with its name, whose memory somebody relies
-        on who would not follow."""
+        """Raise RegistrationError for a storage, given with its name, whose memory another owner
+        relies on that would not follow."""
 
     def pooled_bytes(self, sizes: Sequence[int]) -> int:
         """The length of a range for storages of these sizes that come by a pool; 0 where none
@@ -82,7 +82,8 @@ class Adopter:
         raise NotImplementedError(f"storages of {self.device} are adopted without a pool")
 
     def reallocate(self, storage: torch.UntypedStorage) -> None:
-        """Give a storage that came by a pool ordinary memory of the same size, with whatever bytes.
+        """Give a storage that came by a pool ordinary memory of the same size; its bytes are
+        undefined.
         torch.OutOfMemoryError: everything is as before."""
         raise NotImplementedError(f"storages of {self.device} are adopted without a pool")
 
@@ -95,9 +96,9 @@ class Device(abc.ABC):
     thread of a prefetch calls between two phase transitions, beside calls of other threads; and
     `wait` and `sync`, which any thread calls that reads a host copy. No two threads use the same
     addresses or chunks at once. `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may
-    fail, and then leave everything as before the call (`map` leaves poison where it should have put
-    chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error).
-    `sync`, `wait` and `wait_for_work` call `interrupts.check` when they have waited. Like
+    fail, and then leave everything as before the call. A failed `map` leaves poison where it should
+    have put chunks. `unmap` and `release` fail only when the device itself is unusable (a sticky
+    error). `sync`, `wait` and `wait_for_work` call `interrupts.check` when they have waited. Like
     `heal_poison`, they raise RuntimeError where the device reports an error of earlier work.
 
     Memory behind addresses changes in slots of `chunk_bytes`, counted from the start of the range.
@@ -119,7 +120,7 @@ class Device(abc.ABC):
     ipc_collected_bytes: int = 0
     """Bytes of tensors shared with other processes that this device has taken back so far, once
     those processes had dropped them. `memory` looks for them before it measures, because torch
-    keeps such a tensor's memory until somebody looks."""
+    keeps such a tensor's memory until it is asked."""
 
     @property
     def uuid(self) -> str:
@@ -219,7 +220,7 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         """Put poison behind `[start, start + nbytes)` of `addresses` (rounded up to the
-        granularity), whatever is there now.
+        granularity), over chunks and poison alike.
 
         The chunks that were there keep their content and can be mapped elsewhere. The caller has
         made sure that no kernel or copy still uses them. Idempotent, and cheap where there is
@@ -261,9 +262,9 @@ class Device(abc.ABC):
         but beside later ones.
 
         The work also comes after everything that was on the calling thread's current stream at the
-        last `order`, because collectives of two communicators must not run at once in different
-        orders. The next `order` waits for the work. On a device without streams, as by default, the
-        caller waits for the copies instead.
+        last `order`: collectives of two communicators must not run at once in different orders. The
+        next `order` waits for the work. On a device without streams, as by default, the caller
+        waits for the copies instead.
         """
         self.wait(mark)
         return nullcontext()
@@ -337,10 +338,10 @@ class Device(abc.ABC):
         `compare_poison`. Each damage is reported once.
 
         Ranges may share one piece of poison (CUDA). Then a write shows in all of them, its target
-        is unknown, and it is found by comparing bytes: one that leaves every byte unchanged is not
-        found (a copy of poison, or a NaN passed on unchanged, as by clamp_ on an NVIDIA GPU). Or
+        is unknown, and it is found by comparing bytes. A write that leaves every byte unchanged is
+        not found: a copy of poison, or a NaN passed on unchanged, as by clamp_ on an NVIDIA GPU. Or
         each range has poison pages of its own (the simulated device, whose kernel records written
-        pages). Then a write shows in its own range only, and is found whatever it wrote.
+        pages). Then a write shows in its own range only, and any write is found.
 
         Args:
             wait: whether to wait for the answer. If not, the call reports the earlier comparison if
@@ -355,8 +356,7 @@ class Device(abc.ABC):
 
     def communicators(self) -> Sequence[Communicator]:
         """The communicators that hold memory of this device in this process, as far as they can be
-        found, for phase transitions that move something. Never fails, and communicates with
-        nobody."""
+        found, for phase transitions that move something. Never fails, and does not communicate."""
         return ()
 
     def when_out_of_memory(self, give_back: Callable[[], object]) -> None:

@@ -38,12 +38,12 @@ function for it."""
 # take other nodes' memory where this node has none left. `MPOL_BIND` would kill the process
 # instead.
 _MPOL_PREFERRED = 1
-_BITS = 1024  # the length of the mask of nodes, which is what the kernel is built for at most
+_BITS = 1024  # the length of the mask of nodes, the largest for which the kernel is built
 _SYSTEM = Path("/sys")
 
 
 class Inspection(Frozen):
-    """One device, the host beside it, and what would slow moves down or stop them."""
+    """One device, the host beside it, and conditions that would slow moves down or stop them."""
 
     device: str
     uuid: str  # as in `nvidia-smi -L`; empty without a GPU
@@ -51,7 +51,8 @@ class Inspection(Frozen):
     free_bytes: int
     chunk_bytes: int  # the size in which device memory moves between handles
     link: LinkRates
-    # host memory that this process can still take: the machine's, or what its control groups leave
+    # host memory that this process can still take: the machine's, or that which its control groups
+    # leave
     host_available_bytes: int
     # free bytes in `Settings.disk_directory`; None where none is set
     disk_free_bytes: int | None = None
@@ -62,7 +63,7 @@ class Inspection(Frozen):
     # the seconds that phase transitions take beside copies; None: not measured
     transitions: TransitionSeconds | None = None
     versions: dict[str, str]
-    findings: tuple[str, ...]  # sentences about what is not as it should be; empty if all is well
+    findings: tuple[str, ...]  # sentences about problems; empty if all is well
 
 
 def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +125,8 @@ class TorchEngine(Engine):
             self._sync = None
 
     def _writable(self) -> Mapping[str, Weight]:
-        """The weights. What frameworks have gathered for computing is released first: values
-        written there would be lost."""
+        """The weights. Tensors that frameworks have gathered for computing are released first:
+        values written there would be lost."""
         frameworks = frameworks_of(self.module)
         if frameworks and torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -162,7 +162,7 @@ def _write_all(
 ) -> None:
     """Write a bucket into these weights. Raises EngineError: one does not fit, and nothing was
     written."""
-    writes: list[tuple[str, Callable[[], object]]] = []
+    writes = []
     name = ""
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -25,7 +25,7 @@ InFlight = Literal["wait", "abort"]
 """The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts
 them off."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
-"""Sends a bucket to an engine. What it returns is what `TaggedEngine.receive` returns."""
+"""Sends a bucket to an engine. Its result is that of `TaggedEngine.receive`."""
 _MAX_BYTES = 16 << 20
 # the time for an engine that was lost to answer: phases go on without it
 _ANSWER_SECONDS = 2.0
@@ -34,7 +34,7 @@ _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A server's answer to one request, whatever its status."""
+    """A server's answer to one request, of any status."""
 
     request: str  # the request as it was sent: "POST http://host:port/sleep?level=1"
     status: int
@@ -95,8 +95,8 @@ class Server:
         body: Any = None,
         seconds: float = math.inf,
     ) -> Answer:
-        """Send one request, with `body` as JSON unless it is None, and read the whole answer,
-        whatever its status. `seconds`: a limit that is shorter than the deadline.
+        """Send one request, with `body` as JSON unless it is None, and read the whole answer, of
+        any status. `seconds`: a limit that is shorter than the deadline.
 
         EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes
         nothing, was not answered. EngineLost: no complete answer came within the deadline, so it is

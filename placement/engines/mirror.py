@@ -2,8 +2,8 @@
 maps and unmaps.
 
 It is one slab of exact size, page-locked once, and stays. Its fingerprints tell which pieces of a
-block were written since they came back, so that only these are copied, and whether a block that
-comes back has the bytes that left.
+block were written since they came back, so that only these are copied. They also tell whether a
+block that comes back has the bytes that left.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mirror:
         self._saving: list[tuple[_Place, torch.Tensor]] = []
         self.spoilt: dict[int, torch.Tensor] = {}
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
-        A block that still has them is not saved: what left is in the mirror."""
+        A block that still has them is not saved: the mirror has the bytes that left."""
         self.host_bytes = 0
 
     def report(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class Mirror:
         return self._has(block) and self.host(block).data_ptr() == host.data_ptr()
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
-        """Start copying what differs from the host copy, in these blocks. Returns the number of
-        bytes.
+        """Start copying the pieces of these blocks that differ from the host copy. Returns the
+        number of bytes.
 
         Raises:
             HostMemoryError: see `reserve`.
@@ -110,7 +110,7 @@ class Mirror:
         """
         self.reserve(blocks)
         self._saving = []
-        copies: list[Copy] = []
+        copies = []
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             place = self._places[block.base]
             pieces = differing(place.prints, prints)

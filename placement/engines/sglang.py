@@ -68,7 +68,7 @@ class _Sglang(PluggedEngine):
 
     @abc.abstractmethod
     def _flush(self) -> str | None:
-        """Flush once. Returns None where that is done, else what SGLang says."""
+        """Flush once. Returns None where that is done, else SGLang's reason."""
 
 
 class SglangServer(ServedEngine, _Sglang):

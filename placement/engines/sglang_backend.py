@@ -64,7 +64,7 @@ def _create(create: Callable[..., Any], enable: bool) -> Any:
 
 
 def _report(answer: Any, *_: Any, **__: Any) -> Any:
-    """Add the mirror's report to what SGLang's scheduler tells of itself (`/server_info`)."""
+    """Add the mirror's report to that of SGLang's scheduler (`/server_info`)."""
     if _savers and _savers[0].mirror is not None:
         answer.internal_state.update(_savers[0].mirror.report())
     return answer
@@ -85,7 +85,7 @@ class MirroredSaver:
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """A context in which torch allocates what `pause(tag)` unmaps."""
+        """A context in which torch allocates memory that `pause(tag)` unmaps."""
         if tag != WEIGHTS or not enable_cpu_backup:
             with self._adapter.region(tag, enable_cpu_backup=enable_cpu_backup):
                 yield

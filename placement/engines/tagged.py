@@ -68,7 +68,7 @@ class Residency(Storage):
         self.resident_tags = frozenset(tags) - frozenset(offloaded)
         # why the weights are invalid until they are published again; None while they are valid
         self.stale: str | None = None
-        # why it is unknown what is on the device; None while it is known
+        # why it is unknown which tags are on the device; None while it is known
         self.doubt: str | None = None
         self._declared_bytes = dict(tag_bytes)
         self._measured_bytes: dict[frozenset[str], int] = {}
@@ -392,8 +392,8 @@ class TaggedEngine(Engine):
     why_nothing_moves = "It may have been started without the option that lets its memory move."
     """Advice for an engine that reports an offload while its device shows no freed memory."""
     frees_when_asked = True
-    """Whether an offload is what frees the memory, so that the device shows more free memory after
-    it. Else it was free before."""
+    """Whether an offload frees the memory, so that the device shows more free memory after it. Else
+    it was free before."""
 
     def __init__(
         self,
@@ -435,7 +435,7 @@ class TaggedEngine(Engine):
         self._next_bucket = 0
         self._skipped: list[str] = []  # the names of this sync that the engine says it did not take
 
-    # --- what a subclass implements with its engine's calls
+    # --- methods that a subclass implements with its engine's calls
 
     @abc.abstractmethod
     def drain(self) -> None:
@@ -494,7 +494,7 @@ class TaggedEngine(Engine):
             EngineError: says what is missing.
         """
 
-    # --- what users call
+    # --- methods for users
 
     def modules(self) -> Sequence[torch.nn.Module]:
         """No modules: placement does not move this engine's memory."""
@@ -627,6 +627,12 @@ class Follower(TaggedEngine):
     An engine that spans several ranks' devices takes its orders from one of them. The other ranks
     register a follower under the same name. So all ranks make the same plan, and wait for the
     leader at each phase transition.
+
+    Example:
+        ::
+
+            engine = VllmServer(url) if rank == 0 else Follower()
+            manager.register("rollout", engine)
     """
 
     def __init__(

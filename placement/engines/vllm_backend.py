@@ -70,8 +70,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             self._mirror.reserve(blocks)
 
     def suspend(self, level: int = 1) -> None:
-        """Unmap every block. Level 1 copies the weights to the host before; what vLLM's own backend
-        keeps at every level is copied at both.
+        """Unmap every block. Level 1 copies the weights to the host before. Tags that vLLM's own
+        backend keeps at every level are copied at both.
 
         Raises:
             HostMemoryError: there is not enough host memory. Nothing is asleep.
@@ -108,8 +108,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         """Map the blocks that vLLM's own backend would map for these tags (None: all), and bring
         back the bytes of those that have some on the host.
 
-        After an error what this call has mapped is unmapped again, and every byte is still on the
-        host: the engine can be woken again.
+        After an error the blocks that this call has mapped are unmapped again, and every byte is
+        still on the host: the engine can be woken again.
 
         Raises:
             IntegrityError: bytes that came back are not those that left. It is only logged if
@@ -167,8 +167,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 mapped.append(data)
 
     def _compare(self, mapped: Sequence[Any], *, is_last: bool) -> None:
-        """Compare what came back with what left. While something is asleep vLLM takes no requests,
-        so that wrong weights may stay, to be filled anew."""
+        """Compare the blocks that came back with the bytes that left. While a part is asleep vLLM
+        takes no requests, so that wrong weights may stay, to be filled anew."""
         data_of = {data.handle[2]: data for data in mapped if self._has_mirrored(data)}
         wrong = self._mirror.differing([_block(data) for data in data_of.values()])
         if not wrong:
@@ -195,7 +195,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
     def _kept_tags(self, level: int) -> tuple[str, ...]:
         """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
         allocator, whose method is replaced for the length of the call."""
-        kept: list[tuple[str, ...]] = []
+        kept = []
         state = self._state
         allocator = _allocator()
 

@@ -2,9 +2,8 @@
 process of vLLM.
 
 From 0.33 on `--sleep-mode-backend placement` chooses it. Before, vLLM has no such option, and the
-plug-in chooses it for each engine with sleep mode. That is done when a worker has warmed up,
-because vLLM captures its CUDA graphs in memory that can sleep only under the name of its own
-backend.
+plug-in chooses it for each engine with sleep mode. That is done when a worker has warmed up: vLLM
+captures its CUDA graphs in memory that can sleep only under the name of its own backend.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def _follow_warm_up(worker: Any) -> None:
 
 
 def prepare(worker: Any) -> None:
-    """Choose the backend for a worker where vLLM has no option for it, and have the host memory for
-    its first sleep page-locked in the background."""
+    """Choose the backend for a worker where vLLM has no option for it. The host memory for its
+    first sleep is page-locked in the background."""
     model_config = worker.vllm_config.model_config
     factory = importlib.import_module(
         "vllm.device_allocator.sleep_mode_backend"

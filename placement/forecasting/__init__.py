@@ -1,5 +1,5 @@
-"""Forecasts: what fits on the device in each phase of a job, and what its moves cost, before the
-job runs. See docs/planning.md."""
+"""Forecasts: which handles fit on the device in each phase of a job, and the cost of its moves,
+before the job runs. See docs/planning.md."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Link(Frozen):
     @classmethod
     def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
         """A link as it is, one with the same rate each way (bytes a second), or the one in a file
-        that `placement doctor --json` wrote.
+        of `placement doctor --json`.
 
         Raises:
             OSError: the file cannot be read.
@@ -199,7 +199,7 @@ class Forecast(Frozen):
     offloaded_bytes: int
     skipped_bytes: int
     notes: tuple[str, ...] = ()
-    """Sentences on what an operator should know besides."""
+    """Further sentences for an operator."""
 
     def phase(self, name: str) -> PhaseForecast:
         """The first phase of this name.

@@ -389,7 +389,7 @@ class SizedOptimizer(torch.optim.Optimizer):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The state that exists, without counters."""
-        tensors: list[torch.Tensor] = []
+        tensors = []
         for state in self.state.values():
             tensors += [tensor for tensor in state.values() if tensor.dim()]
         return tensors

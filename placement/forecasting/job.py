@@ -77,7 +77,7 @@ def forecast(
     if shards < 1:
         raise ValueError(f"shards must be a whole number from 1 on, not {shards!r}")
     budget = None if budget_bytes is None else size_of("budget_bytes", budget_bytes)
-    notes: list[str] = []
+    notes = []
     if budget is None and measured is not None and measured.free_bytes is not None:
         budget = int(measured.free_bytes * (1 - HEADROOM))
         notes.append(

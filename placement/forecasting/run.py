@@ -197,7 +197,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     def _run_until_steady(self, cycle: Sequence[Phase]) -> list[tuple[PhaseForecast, ...]]:
         """Run cycles until two are alike, two at least."""
-        cycles: list[tuple[PhaseForecast, ...]] = []
+        cycles = []
         for _ in range(_MOST_CYCLES):
             phases = [self._run_phase(phase) for phase in (*cycle, Phase(IDLE))]
             cycles.append(tuple(phases))
@@ -296,8 +296,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
     ) -> tuple[float, int]:
         """Do the work of a phase. Returns the seconds that steps wait for the link, and the bytes
         of gradients."""
-        parameters: list[torch.nn.Parameter] = []
-        optimizers: list[SizedOptimizer] = []
+        parameters = []
+        optimizers = []
         for name, view in views.items():
             stand_in = self._objects[name]
             if view.state is not State.TRAINING:

@@ -109,7 +109,7 @@ def _shard_of(parameter: torch.nn.Parameter, shards: int) -> torch.nn.Parameter:
 def _tensors(root: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Every tensor of a module: parameters, buffers and plain attributes, submodule by submodule. A
     tensor comes once."""
-    seen: set[int] = set()
+    seen = set()
     for module in root.modules():
         fields = module.__dict__
         tensors = [*fields["_parameters"].values(), *fields["_buffers"].values()]
@@ -133,7 +133,7 @@ def optimizer_without_bytes(
 
     Raises ValueError: a parameter has no stand-in, or the step needs values.
     """
-    chosen: list[list[torch.nn.Parameter]] = []
+    chosen = []
     trained: set[int] = set()
     for group in optimizer.param_groups:
         if any(parameter not in stand_ins for parameter in group["params"]):

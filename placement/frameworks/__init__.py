@@ -1,5 +1,5 @@
-"""Training frameworks, one file each: the tensors behind its wrappers, what may move, and how its
-weights are published."""
+"""Training frameworks, one file each: the tensors behind its wrappers, those that may move, and how
+its weights are published."""
 
 from placement.frameworks.base import SHIPPED
 from placement.frameworks.deepspeed import DeepSpeed

@@ -72,9 +72,9 @@ class Advised(NamedTuple):
 
 
 Reading = str | Callable[[Any, tuple[Any, ...], dict[str, Any]], str | None]
-"""The end of an error that says what an offloaded object cannot be ("merged with its adapters"), or
-a function that returns it for a call: it is given the object and the arguments, and returns None
-for a call that needs no tensor."""
+"""The end of an error about an offloaded object: it cannot be "merged with its adapters". Or a
+function that returns this text for a call: it is given the object and the arguments, and returns
+None for a call that needs no tensor."""
 READ: Reading = "read by its framework"
 
 
@@ -139,7 +139,7 @@ class Framework:
     wrappers: ClassVar[Sequence[Wrapper]] = ()
     """Wrapper modules. Their level is left out of published names."""
     refused_modules: ClassVar[Sequence[Advised]] = ()
-    """Modules that cannot be registered, with advice what to do instead."""
+    """Modules that cannot be registered, with advice."""
     external_optimizers: ClassVar[Sequence[Advised]] = ()
     """Optimizers whose state the framework itself moves, with the reason to show. They are tracked
     and never moved."""
@@ -227,8 +227,8 @@ class Framework:
     @classmethod
     def reading_methods(cls, obj: object) -> Sequence[str] | Mapping[str, Reading]:
         """Names of methods of a module or optimizer that read or write its tensors without calling
-        any hook of torch, so that they are refused while it is offloaded. With each name may go a
-        text for the error."""
+        any hook of torch. They are refused while it is offloaded. With each name may go a text for
+        the error."""
         return ()
 
     @classmethod

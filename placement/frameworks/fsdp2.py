@@ -24,7 +24,7 @@ _SHARDED = Named("torch.distributed.fsdp", "FSDPModule")
 
 class FSDP2(Framework):
     """All parts of a module tree that `fully_shard` was applied to. `ready` reshards each of them:
-    a reshard is not recursive, and torch leaves the root unsharded after a forward pass, so that
+    a reshard is not recursive. torch leaves the root unsharded after a forward pass, and
     `parameters()` shows tensors that disappear at the next reshard."""
 
     packages = ("torch.distributed.fsdp",)
@@ -135,7 +135,7 @@ class FSDP2(Framework):
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
         """Path and FSDP2 state of every part. Modules that share a state appear once."""
-        seen: set[int] = set()
+        seen = set()
         for path, part in self.parts(_SHARDED):
             state = part._get_fsdp_state()
             if id(state) not in seen:

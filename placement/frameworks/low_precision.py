@@ -89,7 +89,7 @@ class Bitsandbytes(Framework):
                 yield from _with_bytes(f"{path}state", vars(state))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        counted: set[int] = set()
+        counted = set()
         for path, weight in _weights(self.root()):
             state = getattr(weight, "quant_state", None)
             if state is None:

@@ -252,7 +252,7 @@ class HybridState(OwnState):
     def tensors(self, path: str) -> Iterator[Owned]:
         """The optimizer's tensors outside its state: main parameters, copies on the CPU, their
         gradients. Its own load replaces them."""
-        seen: set[int] = set()
+        seen = set()
         for index, parameter in enumerate(self._parameters()):
             for field in _COPIES:
                 copy = getattr(self._hybrid, field).get(parameter)

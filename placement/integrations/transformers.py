@@ -267,7 +267,13 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
 class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not followed by mypy
     """transformers' `Trainer`, whose log has the figures of the `PlacementCallback` among its
-    callbacks (`Manager.metrics`). A callback alone cannot: those that write the log come first."""
+    callbacks (`Manager.metrics`). A callback alone cannot: those that write the log come first.
+
+    Example:
+        ::
+
+            trainer = PlacedTrainer(model, args, callbacks=[PlacementCallback()])
+    """
 
     def log(
         self,

@@ -229,8 +229,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **keywords: Any) -> Any:
         compute = super()._get_per_token_logps_and_entropies
-        is_in_loss = torch.is_grad_enabled() and self._turns.phase == "train"
-        if not self._is_placed or is_in_loss:
+        if not self._is_placed:
+            return compute(model, *args, **keywords)
+        if torch.is_grad_enabled() and self._turns.phase == "train":  # it is part of the loss
             return compute(model, *args, **keywords)
         if model is self.ref_model:
             with self._turn_of_reference():

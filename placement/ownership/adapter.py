@@ -5,8 +5,8 @@ parameters are added, state is created at the first step, and gradients come and
 that know the object's modules are in `frameworks`; callers ask them.
 
 `Steady` and `SteadyState` check that a module tree, or an optimizer's state, is unchanged since the
-last scan, by passes over flat lists that run in C. Models of experts have tens of thousands of
-tensors, and every phase transition that moves an object must know that no tensor of it was added,
+last scan. Their passes over flat lists run in C, because models of experts have tens of thousands
+of tensors. Every phase transition that moves an object must know that no tensor of it was added,
 replaced or given a gradient. The number of Python calls does not depend on how many tensors there
 are.
 """
@@ -86,9 +86,9 @@ class Seen(NamedTuple):
 class Adapter(abc.ABC):
     """The contract of every adapter.
 
-    `owned()` yields EVERY tensor object through which the object reaches a storage, including
-    aliases (tied weights, views of one buffer, plain tensor attributes), because adoption by
-    rebinding needs each of them. Its order follows the object's own registration, so two calls
+    `owned()` yields EVERY tensor object through which the object reaches a storage, because
+    adoption by rebinding needs each of them. So aliases are included: tied weights, views of one
+    buffer, plain tensor attributes. Its order follows the object's own registration, so two calls
     agree, and all ranks. The call creates nothing (no empty entries in an optimizer's state).
     """
 
@@ -118,8 +118,8 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def key_objects(self) -> Sequence[Any]:
-        """The objects whose identity identifies this registration: the module and what it wraps,
-        the leaf optimizers, the engine."""
+        """The objects whose identity identifies this registration: the module and the module
+        inside, the leaf optimizers, the engine."""
 
     def check(self, owned: Iterable[Owned]) -> None:
         """Raise RegistrationError if one of these tensors, which the first `owned()` has yielded,
@@ -205,8 +205,8 @@ class Adapter(abc.ABC):
         return next(filter(None, (framework.gathers for framework in self.frameworks)), None)
 
     def away(self) -> str | None:
-        """Why an external object cannot be used now (its framework has offloaded it) and what to
-        do; None while it can be used."""
+        """Why an external object cannot be used now (its framework has offloaded it), with advice;
+        None while it can be used."""
         return next(filter(None, (framework.away() for framework in self.frameworks)), None)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
@@ -218,8 +218,8 @@ class Adapter(abc.ABC):
             yield f"{name} ({_layout_of(tensor)})", nbytes_of(tensor)
 
     def ready(self) -> None:
-        """Release what frameworks gathered for computing. Called before an offload, with the device
-        synchronised. Idempotent."""
+        """Release the tensors that frameworks gathered for computing. Called before an offload,
+        with the device synchronised. Idempotent."""
         for framework in self.frameworks:
             framework.ready()
 
@@ -376,8 +376,8 @@ class Steady:
     def _few_trained(self) -> tuple[list[_WeakModule], list[str]]:
         """See `_watched`. A weak reference to each parameter would be quicker, but torch swaps no
         tensor that has one."""
-        modules: list[_WeakModule] = []
-        names: list[str] = []
+        modules = []
+        names = []
         for alike in self._alike:
             for alive in alike.modules:
                 for name, parameter in _ALIVE(alive)._parameters.items():
@@ -393,7 +393,7 @@ class Steady:
         start the garbage collector."""
         lengths: list[int] = []
         forwards: set[type] = set()
-        values: list[Any] = []
+        values = []
         for alike in self._alike:
             fields = list(map(_FIELDS, map(_ALIVE, alike.modules)))
             attributes = list(itertools.chain.from_iterable(map(alike.read, fields)))
@@ -452,7 +452,7 @@ class SteadyState:
     def fits(optimizers: Sequence[Any]) -> bool:
         """Whether every entry of every state is a plain dictionary by text that holds nothing with
         further tensors."""
-        entries: list[Any] = []
+        entries = []
         for optimizer in optimizers:
             entries += optimizer.state.values()
         if not {*map(type, entries)} <= {dict}:
@@ -510,7 +510,7 @@ def _state(
 ) -> tuple[tuple[list[int], list[Any]], list[Any]]:
     """The identities of the objects that hold the state with the names in its entries, and all its
     values, in a fixed order."""
-    holders: list[Any] = []
+    holders = []
     names: list[Any] = []
     values: list[Any] = []
     for optimizer in optimizers:

@@ -69,8 +69,9 @@ class _Scan:
 
 
 class ModuleAdapter(Adapter):
-    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules,
-    and tensors in objects that they hold, or in attributes of parameters and buffers.
+    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules.
+    Tensors in objects that they hold, or in attributes of parameters and buffers, belong to them,
+    too.
 
     The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns
     nothing. `external`: whether the caller said that a framework moves the bytes; then nothing is
@@ -182,7 +183,7 @@ class ModuleAdapter(Adapter):
         if module is None:
             return
         own_tensors = self.own_tensors()
-        seen: set[int] = set()
+        seen = set()
         for name, parameter in module.named_parameters():
             own = own_tensors.get(id(parameter), parameter)
             if id(own) not in seen:
@@ -208,7 +209,7 @@ class ModuleAdapter(Adapter):
         scan = _Scan()
         for framework in self.frameworks:
             scan.names.update({id(cache): "" for cache in framework.caches()})
-        visited: set[int] = set()
+        visited = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
         while stack:
             prefix, module = stack.pop()
@@ -236,9 +237,10 @@ class ModuleAdapter(Adapter):
 
     def _add_held(self, scan: _Scan) -> None:
         """Add the tensors in objects that modules hold (a cache, a mask), or in attributes of
-        parameters (`main_grad`), which are on the device, or share a storage of the module. The
-        objects may be another owner's, too, so tensors that cannot be moved are left and named."""
-        held: list[tuple[str, torch.Tensor]] = []
+        parameters (`main_grad`). Only those are added that are on the device, or share a storage of
+        the module. The objects may be another owner's, too, so tensors that cannot be moved are
+        left and named."""
+        held = []
         for path, value in scan.held.values():
             for name, tensor in nested_tensors(value, path, OBJECT_LEVELS):
                 if id(tensor) not in scan.names:

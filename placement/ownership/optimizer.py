@@ -389,7 +389,7 @@ class OptimizerAdapter(Adapter):
         self._unborn = ()
         if self.external is not None:
             return ()
-        all_unborn: list[Unborn] = []
+        all_unborn = []
         objects, leaves = optimizers_in(self._root())
         models = self._stepped_for(objects)
         for leaf in leaves:
@@ -510,7 +510,7 @@ def gradients_of(
 ) -> dict[int, torch.Tensor]:
     """The gradients of modules' parameters (`grad` and `main_grad`), and optionally all other
     tensors in their attributes, by identity."""
-    candidates: list[Any] = []
+    candidates = []
     for parameter in parameters:
         if is_leaf(parameter):
             candidates.append(parameter.grad)

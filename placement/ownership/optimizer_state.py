@@ -227,8 +227,8 @@ def has_state(entry: Any) -> bool:
 
 
 Form = tuple[int, torch.Size, torch.dtype]
-"""The identity of a parameter, and what the size of its state depends on. A parameter may get other
-data, and when one is freed, another one may get its identity."""
+"""The identity of a parameter, and the facts that decide the size of its state. A parameter may get
+other data, and when one is freed, another one may get its identity."""
 
 
 class Unborn:
@@ -437,7 +437,7 @@ def stepped_twin(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options after one step, on the meta device. `chosen`: the
     parameters of each group that it gets twins of; `stepped`: the identities of those that have a
-    gradient. Raises what the class raises."""
+    gradient. Raises the errors of the class."""
     cls: Any = type(optimizer)
     twin: torch.optim.Optimizer = cls(list(map(_twin_group, optimizer.param_groups, chosen)))
     for group, parameters in zip(twin.param_groups, chosen, strict=True):
@@ -464,7 +464,7 @@ def _sizes_in(
     was chosen in the optimizer."""
     sizes: dict[int, list[int]] = {}
     # state that is a parameter or its gradient takes no memory of its own
-    seen: set[int] = set()
+    seen = set()
     for parameter in _in_groups(twin):
         seen.add(parameter.untyped_storage()._cdata)
         if parameter.grad is not None:

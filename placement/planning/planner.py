@@ -84,9 +84,9 @@ class Planner:
     """Makes plans for one manager. Moves nothing.
 
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes
-    that the handles hold, minus the additional bytes that others (activations, the framework) were
-    seen to need in this phase. Before a phase has run once, the fraction `HEADROOM` is left free
-    instead.
+    that the handles hold, minus the bytes that others need. Others are activations and the
+    framework; their need is that seen in this phase so far. Before a phase has run once, the
+    fraction `HEADROOM` is left free instead.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Planner:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device
         are needed; others may be offloaded.
 
-        `at_rest`: as if nothing were on the device, so that what a checkpoint merely leaves there
-        does not count as needed.
+        `at_rest`: as if nothing were on the device, so that handles that a checkpoint merely leaves
+        there do not count as needed.
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:

@@ -1,4 +1,4 @@
-"""Find a policy from what the user gave: a name, a path, a class or an instance."""
+"""Find a policy by a name or a path, or from a class or an instance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
 
     A name or path may end with options, which must be Python literals:
     "colocated(drop_gradients=True)". Raises PolicyError: no such policy can be imported or
-    constructed, or what was found has no `plan(view)` or no `name`.
+    constructed, or it has no `plan(view)` or no `name`.
     """
     policy: Any = spec
     positional: tuple[Any, ...] = ()

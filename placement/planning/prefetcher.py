@@ -3,7 +3,7 @@ load. Their memory is aside until then.
 
 `divide` cuts the room beside the phase into shares: the bytes that a handle gets at once, and those
 that it gets when earlier offloads are saved. Memory is put aside for all pages at once, at the end
-of a phase transition, because the driver is quick while the link is idle.
+of a phase transition: the driver is quick while the link is idle.
 
 The copies are started in bursts, so that the next phase transition waits for one or two bursts at
 most. A thread starts them: each burst takes it a few calls, which a busy interpreter delays by
@@ -81,10 +81,10 @@ class Prefetcher:
         self.copies.pause()
 
     def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
-        """Say what the coming phase transition does for later ones. First give up pages aside for
-        which the plan has no use or no room.
+        """Plan the work of the coming phase transition for later ones. First give up pages aside
+        for which the plan has no use or no room.
 
-        Returns what is done ahead, and the device bytes given up, whose chunks are in `chunk_pool`.
+        Returns that work, and the device bytes given up, whose chunks are in `chunk_pool`.
         """
         shares = self._shares(plan, self._room_bytes(name, plan))
         given_bytes = 0
@@ -137,8 +137,8 @@ class Prefetcher:
             chunk_pool.release()
 
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
-        """Bring what the plan wants early, as far as there is room beside the phase, whose plan has
-        been carried out.
+        """Bring the pages that the plan wants early, as far as there is room beside the phase,
+        whose plan has been carried out.
 
         A device that fails says so at the next phase transition or step. `chunk_pool` has chunks
         that would go back to the driver now.
@@ -254,7 +254,8 @@ class Wish(NamedTuple):
     wanted_bytes: int
     held_bytes: int = 0
     """Device bytes that the handle has now and that may have to be saved before others can have
-    their memory: those of a handle that leaves the device, and what an earlier offload has left."""
+    their memory: those of a handle that leaves the device, and those that an earlier offload has
+    left."""
 
 
 class Share(NamedTuple):
@@ -274,12 +275,12 @@ def divide(room_bytes: int, wishes: Sequence[Wish]) -> list[Share]:
     """
     last_room = max(0, room_bytes)
     first_room = last_room
-    kept_bytes: list[int] = []
+    kept_bytes = []
     for wish in wishes:
         kept = min(wish.held_bytes, wish.wanted_bytes, first_room)
         kept_bytes.append(kept)
         first_room -= kept
-    shares: list[Share] = []
+    shares = []
     for wish, kept in zip(wishes, kept_bytes, strict=True):
         last = min(wish.wanted_bytes, last_room)
         added = min(max(0, last - kept), first_room)

@@ -1,9 +1,9 @@
 """Bring weights from the host copy while those before them are used.
 
-In a streamed sync the host copy has the valid values. The parts that this rank has of the next
-weights are copied to the device on a stream of their own, in groups of about a bucket. Each bucket
-waits for its own groups alone, and the collectives that gather it run on the caller's stream under
-the copies of the next one.
+In a streamed sync the host copy has the valid values. This rank's parts of the next weights are
+copied to the device on a stream of their own, in groups of about a bucket. Each bucket waits for
+its own groups alone. The collectives that gather it run on the caller's stream while the next
+bucket is copied.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def plainly() -> Iterator[None]:
 
 
 class ReadAhead:
-    """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order in
-    which they are published, in groups of `bucket_bytes` published bytes (one weight where that is
-    larger).
+    """Copies the weights of one publishing to the device (into `Reader.fetched`), in the order of
+    publishing. A group has at most `bucket_bytes` published bytes, or one larger weight.
 
     Memory is taken on the caller's stream. The copies wait for the work that this stream has
     already, which may use the same memory.
@@ -67,7 +66,7 @@ class ReadAhead:
                 self._groups.popleft()
 
     def _take_group(self) -> list[_Target]:
-        group: list[_Target] = []
+        group = []
         nbytes = 0
         while self._wanted:
             weight, dtype = self._wanted[0]

@@ -1,8 +1,7 @@
 """Publish weights in buckets of bounded size.
 
 Buckets are always in torch's own memory, never in a handle's range. CUDA IPC, RDMA and NCCL's user
-buffers fail on memory that comes and goes behind fixed addresses, or go on using memory that is no
-longer there.
+buffers fail on memory that comes and goes behind fixed addresses, or go on using the old memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from placement.core.states import State, Trigger
 from placement.frameworks.base import Framework, Named, answering
 from placement.frameworks.weights import Reader, Weight, weight_of
 from placement.publish import lora
-from placement.publish.ahead import ReadAhead, Wanted, plainly
+from placement.publish.ahead import ReadAhead, plainly
 from placement.publish.changes import Changes, Publication
 from placement.publish.checkpoint_names import Names, in_checkpoint
 from placement.publish.lora import Adapters
@@ -69,9 +68,9 @@ def publishable(
         ]
     else:
         named = [*shown.named(root)]
-    pairs: list[tuple[str, Weight]] = []
-    buffers: set[str] = set()
-    seen: set[int] = set()
+    pairs = []
+    buffers = set()
+    seen = set()
     for name, weight, is_buffer in named:
         if adapters == "separate" or id(weight) not in seen:
             pairs.append((name, weight))
@@ -101,7 +100,7 @@ def _keep_dtypes(weights: Sequence[tuple[str, Weight]], names: set[str]) -> None
     """Mark the weights that one dtype for all does not cast: those with these names, those that are
     stored quantised, and the scales beside these."""
     # the paths of modules with quantised weights
-    quantized: set[str] = set()
+    quantized = set()
     for name, weight in weights:
         is_packed = weight.dtype in _PACKED and len(weight.shape) > 1
         if is_packed or weight.is_wrapper or is_scaled(weight.dtype):
@@ -176,7 +175,7 @@ place."""
 
 
 class Described(NamedTuple):
-    """A weight to publish, the dtype to which it is cast, and what is announced of it."""
+    """A weight to publish, its announcement, and the dtype to which it is cast."""
 
     info: WeightInfo
     weight: Weight
@@ -397,7 +396,7 @@ def _buckets(
     size = 0
     device = handle.modules_adapter.compute_device
     reader = Reader(device)
-    streamed: list[Wanted] = []
+    streamed = []
     if handle.is_streaming:
         reader = Reader(device, handle.storage.read_host)
         streamed = [(weight, dtype) for _, weight, dtype in described]

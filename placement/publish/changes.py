@@ -1,10 +1,10 @@
-"""Publish only what has changed since a version that the receivers have.
+"""Publish only the changes since a version that the receivers have.
 
-The values of that version are in the host copy, where they were left when the model was offloaded
-after it had been published, or when training began again (`Published.keep`). So no second snapshot
-is kept: of each publication only the fingerprints of its pages are, 8 bytes a page. Where they are
-those of the host copy, it has the values that were published, and is compared with the device, bit
-by bit in the published dtype.
+The values of that version are in the host copy. The offload after the publication left them there,
+or the beginning of the next training (`Published.keep`). So no second snapshot is kept: of each
+publication only the fingerprints of its pages are, 8 bytes a page. Where they are those of the host
+copy, it has the published values. It is compared with the device, bit by bit in the published
+dtype.
 
 A weight is published whole where the fingerprints differ, because the model was trained and
 offloaded since then, or the host copy was written. The same holds where the change would be larger
@@ -155,9 +155,9 @@ class _Planned(NamedTuple):
 
 
 class Publication:
-    """One publication of changes of `weights` (name, weight and published dtype of everything to
-    publish) since `last`, the last complete publication, if the receivers have its version. Where
-    the framework places the weights itself, every weight is published whole."""
+    """One publication of changes of `weights` (name, weight and published dtype of each). `last` is
+    the last complete publication, if the receivers have its version. Where the framework places the
+    weights itself, every weight is published whole."""
 
     def __init__(
         self,

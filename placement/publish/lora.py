@@ -269,7 +269,7 @@ def separate(
     model.peft_config = {**model.peft_config, name: config}
     export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
     saved: dict[str, torch.Tensor] = {}
-    computed: list[str] = []
+    computed = []
     try:
         # Embeddings of the base model are not part of the adapter, and PEFT would look for them on
         # a model hub.

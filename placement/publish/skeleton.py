@@ -54,10 +54,12 @@ class Copier(abc.ABC):
         # They would hide the parameters.
         hidden = {*fields, *(name for name, _ in parameters)}
         for name, value in vars(module).items():
+            if name in hidden:
+                continue
             # A method replaced on the object (by placement's guards or a patch) is bound to the
             # original, so it must not be copied.
             is_method = callable(value) and callable(getattr(type(module), name, None))
-            if name not in hidden and not is_method:
+            if not is_method:
                 fields[name] = self.attribute(value)
         fields.update(
             training=module.training,
@@ -139,7 +141,7 @@ class Shown:
     ) -> Iterator[tuple[str, Weight, bool]]:
         """Name and weight of each parameter, then of each persistent buffer, as `named_places`
         finds them in a copy; and whether it is a buffer."""
-        modules: list[tuple[str, torch.nn.Module]] = []
+        modules = []
         waiting = [("", root)]
         while waiting:
             prefix, module = waiting.pop()

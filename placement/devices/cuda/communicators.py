@@ -3,8 +3,8 @@ allocator does not know.
 
 A process group makes its communicator at the first collective, or with
 `init_process_group(device_id=...)`. It may hold hundreds of megabytes for channel buffers. torch
-asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend and
-resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
+asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later. It can also suspend and
+resume it there: `suspend()` and `resume()` of the group's backend, called by all its ranks.
 """
 
 from __future__ import annotations

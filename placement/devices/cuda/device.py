@@ -365,7 +365,7 @@ class CudaDevice(Device):
     def _collect_shared(self) -> None:
         """Take back memory of tensors that other processes have opened by CUDA IPC and dropped.
         When such a tensor dies here while another process still has it, torch puts its memory
-        aside, and looks there only when another shared tensor dies, or when its allocator finds no
+        aside. It looks there only when another shared tensor dies, or when its allocator finds no
         free block. Until then it counts as allocated: after a weight sync in buckets, the last
         buckets would stay for the whole next phase. Never fails, waits for nothing, and does
         nothing while a graph is being captured. Costs a look at an empty list in a process that

@@ -87,8 +87,8 @@ class Driver:
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
         # This device may read and write its memory, and so may those GPUs that this process uses
-        # already, which are none for a process with one of many GPUs. Rights for a GPU that this
-        # process does not use cost that GPU memory and time.
+        # already. A process with one of many GPUs uses no other. Rights for a GPU that this process
+        # does not use cost that GPU memory and time.
         peers = []
         for peer in range(torch.cuda.device_count()):
             is_in_use = peer != index and self._is_in_use(peer)

@@ -70,7 +70,8 @@ def _closing(file: int) -> Iterator[int]:
 class MappedSlab(ReservedSlab, SharedHostSlab):
     """The `SharedHostSlab` of a memory file. Each process places its own share (`place`) and pins
     all of it: with its own share alone torch could not copy a state dict's tensor that crosses two
-    ranks' shares, and one that loads alone would be four times slower.
+    ranks' shares. A rank that loads alone would be four times slower.
+
     Raises HostMemoryError where the machine or the control group does not have that share.
     """
 

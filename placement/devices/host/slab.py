@@ -77,7 +77,7 @@ Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 """(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each
 step; stops when it returns False."""
 
-# bytes by first address: what this process has mapped and its children will not have
+# bytes by first address: the mappings of this process, which its children will not have
 _mapped: dict[int, int] = {}
 
 
@@ -371,8 +371,9 @@ def upload(
     if is_plain and is_cast and target.device.type != "cpu":
         uncast = torch.empty_like(source, device=target.device)
         return target.copy_(upload(uncast, source, non_blocking=non_blocking))
-    are_contiguous = source.is_contiguous() and target.is_contiguous()
-    if not is_plain or is_cast or not are_contiguous or source.numel() == 0:
+    if not is_plain or is_cast or source.numel() == 0:
+        return target.copy_(source)
+    if not source.is_contiguous() or not target.is_contiguous():
         return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     return target.copy_(source, non_blocking=non_blocking)

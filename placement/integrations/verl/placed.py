@@ -483,7 +483,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """These weights, of which aliases of the model's own memory are copied: it cannot go
         through CUDA IPC, and goes with the phase."""
-        own: set[int] = set()
+        own = set()
         for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
             own |= _addresses(tensor)
         try:

@@ -2,8 +2,8 @@
 as verl imports its own.
 
 Importing verl's engines earlier would choose verl's platform before other plugins have registered
-theirs, and an error in a plugin is swallowed by verl (`verl/__init__.py` of 0.9.1 logs it at
-DEBUG), while an error in the import of its engines is not.
+theirs, and verl swallows an error in a plugin (`verl/__init__.py` of 0.9.1 logs it at DEBUG). An
+error in the import of its engines is raised.
 """
 
 from __future__ import annotations
