@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from placement.tensors.plain import is_a
 
 Names = Literal["module", "checkpoint"]
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
+_Tensors = dict[str, torch.Tensor]
+_Revert = Callable[[_Tensors], _Tensors]
+"""transformers' conversion of the tensors of a model, by name, to those of its checkpoint."""
 
 
 def in_checkpoint(
@@ -53,11 +57,11 @@ def in_checkpoint(
         model._weight_conversions = [
             conversion for conversion in mapping if not isinstance(conversion, loading.PrefixChange)
         ]
+    revert = partial(loading.revert_weight_conversion, model)
     renamed, converted = _by_conversion(loading, model, weights)
-    new_names = _placeholders(loading, model, renamed)
-    pairs = [*zip(new_names, renamed.values(), strict=True)]
+    pairs = [*zip(_placeholders(revert, renamed), renamed.values(), strict=True)]
     for parts in converted:
-        pairs += _converted(loading, model, parts)
+        pairs += _converted(revert, parts)
 
     def layer_key(pair: tuple[str, Weight]) -> Any:
         layer = _LAYER.match(pair[0])
@@ -89,11 +93,7 @@ def _by_conversion(
     return renamed, list(converted.values())
 
 
-def _converted(
-    loading: Any,
-    model: Any,
-    parts: dict[str, Weight],
-) -> list[tuple[str, Weight]]:
+def _converted(revert: _Revert, parts: dict[str, Weight]) -> list[tuple[str, Weight]]:
     """Name and weight in the checkpoint of weights that are converted together."""
     for name, weight in parts.items():
         if weight.is_wrapper:
@@ -101,45 +101,37 @@ def _converted(
                 f"names='checkpoint': {name!r} is quantised, and its values cannot be converted; "
                 "publish names='module'"
             )
-    conversion = _Conversion(loading, model, parts)
+    conversion = _Conversion(revert, parts)
     pairs: list[tuple[str, Weight]] = []
-    for name, place in _placeholders(loading, model, parts).items():
+    for name, place in _placeholders(revert, parts).items():
         converted = ComputedWeight(conversion, name, place)
         converted.keeps_dtype = any(weight.keeps_dtype for weight in parts.values())
         pairs.append((name, converted))
     return pairs
 
 
-def _placeholders(
-    loading: Any,
-    model: Any,
-    parts: dict[str, Weight],
-) -> dict[str, torch.Tensor]:
+def _placeholders(revert: _Revert, parts: dict[str, Weight]) -> _Tensors:
     """The tensors of the checkpoint that these weights become, on the meta device; in the same
     order if they are only renamed."""
     places = {}
     for name, weight in parts.items():
         places[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    converted: dict[str, torch.Tensor] = loading.revert_weight_conversion(model, places)
-    return converted
+    return revert(places)
 
 
 class _Conversion(Computation):
     """The conversion of weights that a checkpoint has in another form, such as the packed experts
     of a layer."""
 
-    def __init__(self, loading: Any, model: Any, parts: dict[str, Weight]) -> None:
-        self._loading = loading
-        self._model = model
+    def __init__(self, revert: _Revert, parts: dict[str, Weight]) -> None:
+        self._revert = revert
         self._parts = parts
 
     def inputs(self) -> Iterable[Weight]:
         return self._parts.values()
 
-    def results(self, reader: Reader) -> dict[str, torch.Tensor]:
+    def results(self, reader: Reader) -> _Tensors:
         whole = {}
         for name, weight in self._parts.items():
             whole[name] = weight.whole(reader, weight.dtype)
-        results: dict[str, torch.Tensor]
-        results = self._loading.revert_weight_conversion(self._model, whole)
-        return results
+        return self._revert(whole)
