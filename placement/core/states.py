@@ -227,7 +227,9 @@ class Plan:
         for name, state in targets.items():
             if type(state) is not State:
                 targets[name] = State(state)
-        parts = {name: frozenset(tags) for name, tags in dict(self.parts or {}).items()}
+        parts = dict(self.parts or {})
+        for name, tags in parts.items():
+            parts[name] = frozenset(tags)
         object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))

@@ -464,7 +464,8 @@ class SteadyState:
         return {*map(type, values)} <= _SIMPLE
 
 
-_SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+_NUMBERS = (int, float, bool, str, type(None))
+_SIMPLE = {torch.Tensor, torch.nn.Parameter, *_NUMBERS}
 # options of a parameter group that decide on which device torch keeps its counters
 _WHERE_COUNTERS_ARE = ("fused", "capturable")
 

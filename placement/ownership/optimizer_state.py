@@ -159,9 +159,10 @@ def state_of(
         for parameter in group["params"]:
             order.setdefault(id(parameter), (len(order), group))
     last = len(order), no_group
-    places = [(*order.get(id(owner), last), owner) for owner in leaf.optimizer.state]
+    state: Mapping[Any, Any] = leaf.optimizer.state
+    places = [(*order.get(id(owner), last), owner) for owner in state]
     for index, group, owner in sorted(places, key=operator.itemgetter(0)):
-        entry = leaf.optimizer.state[owner]
+        entry = state[owner]
         unlisted = "unlisted" if isinstance(owner, torch.Tensor) else owner
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, (dict, Mapping)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -93,7 +93,7 @@ def _by_conversion(
     return renamed, list(converted.values())
 
 
-def _converted(revert: _Revert, parts: dict[str, Weight]) -> list[tuple[str, Weight]]:
+def _converted(revert: _Revert, parts: dict[str, Weight]) -> Iterator[tuple[str, Weight]]:
     """Name and weight in the checkpoint of weights that are converted together."""
     for name, weight in parts.items():
         if weight.is_wrapper:
@@ -102,12 +102,10 @@ def _converted(revert: _Revert, parts: dict[str, Weight]) -> list[tuple[str, Wei
                 "publish names='module'"
             )
     conversion = _Conversion(revert, parts)
-    pairs: list[tuple[str, Weight]] = []
     for name, place in _placeholders(revert, parts).items():
         converted = ComputedWeight(conversion, name, place)
         converted.keeps_dtype = any(weight.keeps_dtype for weight in parts.values())
-        pairs.append((name, converted))
-    return pairs
+        yield name, converted
 
 
 def _placeholders(revert: _Revert, parts: dict[str, Weight]) -> _Tensors:
