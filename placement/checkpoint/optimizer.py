@@ -139,15 +139,16 @@ class Optimizer(Part):
                     "is in the checkpoint, but an optimizer has only 'state' and 'param_groups'",
                 )
             is_state = keys[0] == "state"
+            is_tensor = isinstance(saved, TensorStorageMetadata)
             if is_state and keys[1] in parameters:
                 value = self._read_into(keys, saved, *parameters[str(keys[1])])
+            elif is_state and is_tensor and len(keys) > 2:
+                raise self._error(
+                    f"state of {keys[1]!r}",
+                    "is in the checkpoint, but the optimizer steps no parameter of that name",
+                )
             else:
                 value = fresh(saved)
-                if is_state and len(keys) > 2 and value is not None:
-                    raise self._error(
-                        f"state of {keys[1]!r}",
-                        "is in the checkpoint, but the optimizer steps no parameter of that name",
-                    )
             set_element(values, keys, value)
         if not values["param_groups"]:
             raise self._error(

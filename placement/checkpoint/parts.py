@@ -117,7 +117,7 @@ class Part(abc.ABC):
         """Check values that are to replace the handle's. Changes nothing. Raises the errors of
         `load_state_dict`."""
 
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Replace the handle's values where they are now, in the host copy while it is offloaded.
         Nothing moves.
 
@@ -129,7 +129,7 @@ class Part(abc.ABC):
             PhaseError, BrokenHandleError: the handle must not be written now.
         """
         with without_modes(), torch.inference_mode(False):
-            apply(self.prepare(values))
+            apply(self.prepare(given))
 
     def require_writable(self) -> None:
         handle = self.handle
