@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
+from placement.core.errors import (
+    CoordinatorLost,
+    DeviceMemoryError,
+    GroupError,
+    PhaseError,
+    PlacementError,
+)
 from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
@@ -22,6 +28,10 @@ Agree = Callable[[Plan, Stage, bool], Decision]  # asks the other ranks to agree
 _ALL_HAVE_LEFT = Plan({})
 """The plan for which ranks vote that have left a phase, where their plans may differ. The next
 entry makes these equal."""
+
+
+class Suspended(PlacementError):
+    """An outermost phase cannot begin now. Caught where phases are entered."""
 
 
 class OtherBudgetError(DeviceMemoryError):
@@ -134,16 +144,18 @@ class GroupVote:
             return self.group.agree(plan, stage, lacks_engines)
 
     def suspend_first(self, suspension: SuspensionRequest) -> None:
-        """End this epoch without entering a phase, as all ranks do that heard of a suspension."""
+        """End this epoch without entering a phase, as all ranks do that heard of a suspension.
+        Raises Suspended."""
         self.agree(_ALL_HAVE_LEFT)
-        self._current.has_left, self.agreed = True, suspension
+        self.agreed = suspension
+        raise Suspended
 
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
         it has ended. Returns the error to raise in place of `error`; None to raise `error`
         itself."""
         epoch = self._current
-        if self._is_told(error) or epoch.has_left:
+        if self._is_told(error) or epoch.has_left or isinstance(error, Suspended):
             return None
         if epoch.is_over:
             self._mark(error)

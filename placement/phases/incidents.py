@@ -12,8 +12,8 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ _KINDS = (
     *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
     torch.OutOfMemoryError,
 )
-_KEPT = 8  # the folders of one process; the oldest goes
 _RECORDS = 500  # the end of the journal
 _NOTE = "placement: incident: "
 
@@ -51,47 +50,44 @@ class Incidents:
     def __init__(
         self,
         directory: str | None,
+        num_kept: int,
         take_snapshot: Callable[[], Snapshot],
         take_audit: Callable[[Plan], Audit],
         journal: Journal,
         gpu: str,
     ) -> None:
-        self._directory = directory
+        self._directory, self._num_kept = directory, num_kept
         self._take_snapshot, self._take_audit = take_snapshot, take_audit
         self._journal, self._gpu = journal, gpu
         self._folders: deque[Path] = deque()
         self._broken: set[str] = set()  # names of the handles that were broken at the last error
 
-    def report(self, error: BaseException, told: BaseException | None = None) -> None:
-        """Write the folder of an error. `told`: the error that the user sees instead of it."""
-        with self.of(error, told=told):
-            pass
-
-    @contextmanager
-    def of(
+    def report(
         self,
-        error: BaseException | None,
+        error: BaseException,
         phase: str | None = None,
         plan: Plan | None = None,
         told: BaseException | None = None,
-    ) -> Iterator[None]:
-        """Write the folder of an error, if it is an incident, and name it in the error's last line
-        once the block has ended. `phase`: the one that was to begin or to end; None: the open
-        one."""
+    ) -> None:
+        """Write the folder of an error, if it is an incident and has none yet, and name it in the
+        error's last line.
+        `phase`: the one that was to begin or to end; None: the open one.
+        `told`: the error that the user sees instead of this one."""
+        if self._directory is None:
+            return
         seen = error if told is None else told
-        folder = None
-        is_named = any(note.startswith(_NOTE) for note in getattr(seen, "__notes__", ()))
-        if self._directory is not None and error is not None and not is_named:
-            try:
-                folder = self._write(Path(self._directory), error, phase, plan)
-            except Exception as failure:
-                logger.warning("an incident cannot be written: %s", failure)
+        notes = getattr(seen, "__notes__", [])
+        named = [note for note in notes if note.startswith(_NOTE)]
         try:
-            yield
-        finally:
-            if folder is not None and seen is not None:
-                with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
-                    seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+            if named:
+                notes.remove(named[0])
+            elif (folder := self._write(Path(self._directory), error, phase, plan)) is not None:
+                named = [f"{_NOTE}{folder} (placement status --incident {folder})"]
+        except Exception as failure:
+            logger.warning("an incident cannot be written: %s", failure)
+        for note in named:
+            with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
+                seen.add_note(note)
 
     def _write(
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
@@ -113,7 +109,7 @@ class Incidents:
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
-        if len(self._folders) > _KEPT:
+        if len(self._folders) > self._num_kept:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
         records, failures = [*self._journal], [*self._journal.failures]
         journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}

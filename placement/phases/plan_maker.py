@@ -10,7 +10,7 @@ from placement.core.errors import BrokenHandleError, EngineError, PhaseError, Pl
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
 from placement.group.vote import GroupVote
-from placement.phases.phase import OpenPhase, Suspended, innermost
+from placement.phases.phase import OpenPhase, innermost
 from placement.planning.planner import (
     Planner,
     check_fits,
@@ -135,7 +135,6 @@ class GroupPlanMaker(PlanMaker):
         )
         if basis.suspension is not None:
             self.vote.suspend_first(basis.suspension)
-            raise Suspended
         return super().make(verb, wanted)
 
     def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:

@@ -63,6 +63,7 @@ class Reconciler:
         """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
+        self.has_engines = False  # whether a handle was registered that is an engine, or may be one
         self.set_vote(vote)
         # handles that are on the device although the last phase transition wanted them off it
         self.left_behind: tuple[Handle, ...] = ()
@@ -83,8 +84,8 @@ class Reconciler:
     def take_in(self, handle: Handle) -> None:
         """Have what moves a new handle take part from now on."""
         may_be_engine = handle.kind == "engine" or not handle.is_built
-        has_engines = any(isinstance(each, Engines) for each in self._participants)
-        if may_be_engine and not has_engines:
+        if may_be_engine and not self.has_engines:
+            self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
     def take_back_engines(self) -> None:
@@ -167,12 +168,16 @@ class Reconciler:
         failures: Sequence[Exception] = (),
         *,
         leaving: LeavingRanks | None = None,
+        raises_changes: bool = True,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
         on the device. Returns `failures` and the errors.
-        `leaving`: tells the other ranks how far this one came."""
+        `leaving`: tells the other ranks how far this one came.
+        `raises_changes`: whether changes to offloaded handles are errors of this transition."""
         num_moves = self._journal.num_moves
-        mover, participants = self._mover, [self.changes, *self._participants]
+        mover, participants = self._mover, [*self._participants]
+        if raises_changes:
+            participants.insert(0, self.changes)
         if leaving is not None:
             participants.append(leaving)
         transition = Transition(

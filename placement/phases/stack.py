@@ -7,8 +7,8 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ from placement.core.settings import Settings
 from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
-from placement.group.vote import Agree, GroupVote
+from placement.group.vote import Agree, GroupVote, Suspended
 from placement.phases import audit
 from placement.phases.incidents import Incidents
-from placement.phases.phase import OpenPhase, OpenPhases, Suspended, TransitionLock
+from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
@@ -80,13 +80,18 @@ class PhaseStack:
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
         self.incidents = Incidents(
-            settings.incidents, self.take_snapshot, self.take_audit, journal, device.uuid
+            settings.incidents,
+            settings.incidents_kept,
+            self.take_snapshot,
+            self.take_audit,
+            journal,
+            device.uuid,
         )
         self.lock = TransitionLock(
             device,
             vote,
             self._sweep,
-            self._end_turn,
+            [] if self.reconciler.turn is None else [self._end_turn],
             self.incidents.report,
             lambda: all(each.is_abandoned for each in self.phases.all),
         )
@@ -133,7 +138,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            if not phases.all and phases.is_suspended:
+            if not phases.all and self.suspension.comes_first:
                 raise Suspended
             back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
@@ -141,7 +146,8 @@ class PhaseStack:
             wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            with _NOTHING if phases.all else self._telling_ranks():
+            vote = self.lock.vote
+            with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
                 self._change(phase, "enter", wanted, back)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
@@ -171,12 +177,12 @@ class PhaseStack:
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                with self.incidents.of(error, wanted.name, self.reconciler.plan_maker.latest):
-                    self._journal.enter_phase(phases.name, phases.only)
-                    # Not where the group's decision is unknown: other ranks may have entered the
-                    # phase. Going back could be as wrong as going on.
-                    if not isinstance(error, CoordinatorLost):
-                        _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
+                self.incidents.report(error, wanted.name, self.reconciler.plan_maker.latest)
+                self._journal.enter_phase(phases.name, phases.only)
+                # Not where the group's decision is unknown: other ranks may have entered the
+                # phase. Going back could be as wrong as going on.
+                if not isinstance(error, CoordinatorLost):
+                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
@@ -188,8 +194,10 @@ class PhaseStack:
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
-        with self.lock.transition(), self.incidents.of(error, phase.name, phase.plan):
+        with self.lock.transition():
             phases = self.phases
+            if error is not None:
+                self.incidents.report(error, phase.name, phase.plan)
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 phase.is_abandoned = True  # it ends with the last of these
                 return
@@ -200,22 +208,18 @@ class PhaseStack:
                 self._leave_abandoned()
             phases.require_leavable(phase)
             others = phases.without(phase)
-            telling = _NOTHING if others else self._telling_ranks()
+            vote, leaving = self.lock.vote, None
+            if vote is not None:
+                leaving = LeavingRanks(vote, f"leave {phase.name}", error)
+            telling = _NOTHING if others or vote is None else self.suspension.telling(vote)
             with telling, self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
                     plan, failures = phases.plan_after(phase)
                     phases.kept = self._worth_keeping(phase)
-                    plan, vote = phases.with_kept(plan), self.lock.vote
-                    failures = self.reconciler.retreat(
-                        left_to,
-                        plan,
-                        failures,
-                        leaving=None
-                        if vote is None
-                        else LeavingRanks(vote, f"leave {phase.name}", error),
-                    )
+                    plan = phases.with_kept(plan)
+                    failures = self.reconciler.retreat(left_to, plan, failures, leaving=leaving)
                 except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
                     more = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
@@ -249,17 +253,15 @@ class PhaseStack:
 
     # --- suspending
 
-    def wait_until_resumed(self, phase: str) -> None:
-        """Wait, before an outermost phase begins, while the manager is suspended."""
-        if self.phases.all:
-            return
-        self.suspend_with_ranks()
-        self.suspension.wait(phase)
-
-    def _telling_ranks(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of suspensions as an outermost phase begins or ends inside."""
-        vote = self.lock.vote
-        return _NOTHING if vote is None else self.suspension.telling(vote)
+    def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None:
+        """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
+        returns that there is another suspension."""
+        with self.suspension.waiting():
+            is_open = False
+            while not is_open:
+                self.suspend_with_ranks()
+                self.suspension.wait(phase)
+                is_open = enters()
 
     def suspend_with_ranks(self) -> None:
         """Carry out the suspension on which all ranks have agreed, if there is one: all of them
@@ -268,21 +270,26 @@ class PhaseStack:
         if vote is None or vote.agreed is None:
             return
         wanted, vote.agreed = vote.agreed, None
-        failures: list[Exception] = [PhaseError("it was interrupted")]
+        failure: Exception | None = PhaseError("it was interrupted")
         try:
             with self.lock.attempt(raises_own=True), self.lock.transition():
-                leaving = LeavingRanks(vote, f"suspend {wanted.epoch}")
-                failures = self._leave_the_device(leaving)
+                self._leave_the_device(LeavingRanks(vote, f"suspend {wanted.epoch}"))
+            failure = None
+        except Exception as error:
+            failure = error
         finally:
-            self.suspension.conclude(wanted, failures)
+            self.suspension.conclude(wanted, failure)
 
-    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> list[Exception]:
-        """Take every handle off the device, outside every phase. Returns what failed."""
+    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
+        """Take every handle off the device, outside every phase. Raises what failed, but not
+        changes to offloaded handles: the worker's next phase raises those."""
         self._expire_keeps()
-        failures = self.reconciler.retreat(IDLE, self.phases.all_offloaded(), leaving=leaving)
+        plan = self.phases.all_offloaded()
+        failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
+        if failures:
+            _raise_all(failures)
         self.reconciler.trim()
         self.reconciler.measure(IDLE)
-        return failures
 
     # --- within a phase
 
@@ -493,7 +500,8 @@ class PhaseStack:
         was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
-        self.reconciler.take_back_engines()
+        if self.reconciler.has_engines:
+            self.reconciler.take_back_engines()
         self._leave_abandoned()
 
     def _end_turn(self) -> None:

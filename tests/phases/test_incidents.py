@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, HostMemoryError, IntegrityError, Manager
+from placement import (
+    DeviceMemoryError,
+    GroupError,
+    HostMemoryError,
+    IntegrityError,
+    Manager,
+)
 from placement.cli import main
 from placement.observe import nvml
-from placement.phases import audit, incidents
+from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
+from tests.group.manager_ranks import ranks_of
+from tests.support.threads import on_all
 from tests.support.worker import CAPACITY, Worker, learn, net
 
 FILES = {
@@ -137,6 +145,42 @@ def test_a_broken_handle(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
     worker.manager.close()
 
 
+def test_the_error_of_a_group_names_it(place: Path) -> None:
+    """On the rank that has failed."""
+    failing, other = ranks_of(2, incidents=place)
+    failing.faults.fail("create")
+    errors = on_all([failing, other], lambda rank: rank.manager.phase("train").__enter__())
+    assert [type(error) for error in errors] == [GroupError, GroupError]
+    folder_of(errors[0], place)
+    assert not getattr(errors[1], "__notes__", ())
+
+
+def test_what_fails_while_a_phase_is_left_is_told_before_it(place: Path) -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device, incidents=place)
+    phase = worker.manager.phase("train")
+    phase.__enter__()
+    learn(worker.net, worker.adam)
+    device.fail("copy", forever=True)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    phase.__exit__(type(error), error, None)
+    assert any("injected fault" in note for note in error.__notes__)
+    folder_of(error, place)
+    device.clear()
+    worker.manager.close()
+
+
+def test_no_file_has_the_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", "a-token-of-the-tests")
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    worker.manager.serve()
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("train").__enter__()
+    for file in folder_of(caught.value, place).iterdir():
+        assert b"a-token-of-the-tests" not in file.read_bytes()
+    worker.manager.close()
+
+
 def test_other_errors_are_none(place: Path) -> None:
     worker = Worker(incidents=place)
     with pytest.raises(ZeroDivisionError), worker.manager.phase("train"):
@@ -144,11 +188,8 @@ def test_other_errors_are_none(place: Path) -> None:
     assert not place.exists()
 
 
-def test_one_error_is_one_incident_and_only_the_last_are_kept(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(incidents, "_KEPT", 2)
-    worker = Worker(budget_bytes=80 << 10, incidents=place)
+def test_one_error_is_one_incident_and_only_the_last_are_kept(place: Path) -> None:
+    worker = Worker(budget_bytes=80 << 10, incidents=place, incidents_kept=2)
     named = []
     for _ in range(3):
         # it passes through two phases
