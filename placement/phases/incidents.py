@@ -124,8 +124,10 @@ class Incidents:
         for name, content in contents.items():
             try:
                 if (text := content()) is not None:
-                    (folder / name).write_text(text)
+                    (folder / name).write_text(text, errors="backslashreplace")
             except Exception as failure:
+                with suppress(OSError):  # a full disk has taken a part of it
+                    (folder / name).unlink()
                 logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
         return folder
 

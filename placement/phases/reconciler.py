@@ -88,14 +88,18 @@ class Reconciler:
             self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back_engines(self) -> None:
-        """Have engines take part again that were lost and restarted. Their states follow."""
+    def take_back_engines(self, *, asks_all: bool = False) -> list[str]:
+        """Have engines take part again that were restarted. Their states follow. Returns their
+        names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
+        names = []
         for handle in self._handles.values():
             residency = handle.storage
-            if isinstance(residency, Residency) and residency.doubt is not None:
-                with suppress(EngineError):  # it does not answer yet, or cannot be asked
+            if isinstance(residency, Residency) and (asks_all or residency.doubt is not None):
+                with suppress(EngineError):  # it was not, does not answer yet, or cannot be asked
                     handle.object.reattach()
                     self._mover.each_repaired([handle], lambda _: None)
+                    names.append(handle.name)
+        return names
 
     # --- all or nothing
 

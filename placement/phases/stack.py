@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement.core import interrupts
-from placement.core.errors import CoordinatorLost, PhaseError
+from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
@@ -43,6 +43,10 @@ _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
     "unregister() first"
+)
+_RESTARTED = (
+    "engine {!r} was restarted, and its memory was counted as that of others. It is where the open "
+    "phase wants it now: begin the phase again"
 )
 
 
@@ -179,6 +183,9 @@ class PhaseStack:
             except BaseException as error:
                 self.incidents.report(error, wanted.name, self.reconciler.plan_maker.latest)
                 self._journal.enter_phase(phases.name, phases.only)
+                if isinstance(error, DeviceMemoryError):
+                    for name in self.reconciler.take_back_engines(asks_all=True):
+                        error.add_note(f"placement: {_RESTARTED.format(name)}")
                 # Not where the group's decision is unknown: other ranks may have entered the
                 # phase. Going back could be as wrong as going on.
                 if not isinstance(error, CoordinatorLost):
@@ -284,6 +291,7 @@ class PhaseStack:
         """Take every handle off the device, outside every phase. Raises what failed, but not
         changes to offloaded handles: the worker's next phase raises those."""
         self._expire_keeps()
+        self.reconciler.take_back_engines(asks_all=True)
         plan = self.phases.all_offloaded()
         failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
         if failures:

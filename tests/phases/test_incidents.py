@@ -223,6 +223,27 @@ def test_what_cannot_be_written_hides_no_error(
         assert worker.actor.resident_bytes > 0
 
 
+def test_a_disk_that_is_full_in_the_middle_costs_one_file(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_text
+
+    def until_full(path: Path, text: str, **options: Any) -> int:
+        if path.name != "journal.json":
+            return write(path, text, **options)
+        write(path, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", until_full)
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    with pytest.raises(DeviceMemoryError):
+        worker.manager.phase("train").__enter__()
+    monkeypatch.undo()
+    (folder,) = place.iterdir()
+    assert {file.name for file in folder.iterdir()} == FILES - {"journal.json"}
+    assert "DeviceMemoryError" in read(folder, capsys)
+
+
 def test_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     worker = Worker(budget_bytes=80 << 10)
