@@ -5,21 +5,18 @@ Off unless `Settings.incidents` names a folder: nothing is written to a disk una
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic_core import to_json
 
 from placement.core.errors import (
     BrokenHandleError,
@@ -99,32 +96,32 @@ class Incidents:
         targets = {handle.name: handle.state for handle in snapshot.handles}
         plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
         when = time.strftime("%Y%m%d-%H%M%S")
-        head = {
+        incident = {
             "time": when,
-            "error": f"{type(error).__name__}: {error}",
+            "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
             "phase": phase or (snapshot.phases or (IDLE,))[-1],
             "plan": plan,
             "processes": processes_on(self._gpu),
+        }
+        records, failures = [*self._journal], [*self._journal.failures]
+        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
+        trace = "".join(traceback.format_exception(error))
+        writers: dict[str, Callable[[Path], object]] = {
+            "incident.json": lambda file: file.write_bytes(to_json(incident)),
+            "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
+            "journal.json": lambda file: file.write_bytes(to_json(journal)),
+            "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(plan))),
+            "traceback.txt": lambda file: file.write_text(trace, errors="backslashreplace"),
+            "torch_memory.pickle": _dump_torch_memory,
         }
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
         if len(self._folders) > self._num_kept:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        records, failures = [*self._journal], [*self._journal.failures]
-        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
-        contents: dict[str, Callable[[], str | None]] = {
-            "incident.json": partial(json.dumps, head, default=_plain),
-            "snapshot.json": snapshot.model_dump_json,
-            "journal.json": partial(json.dumps, journal, default=_plain),
-            "audit.json": lambda: self._take_audit(plan).model_dump_json(),
-            "traceback.txt": lambda: "".join(traceback.format_exception(error)),
-            "torch_memory.pickle": partial(_dump_torch_memory, folder),
-        }
-        for name, content in contents.items():
+        for name, write in writers.items():
             try:
-                if (text := content()) is not None:
-                    (folder / name).write_text(text, errors="backslashreplace")
+                write(folder / name)
             except Exception as failure:
                 with suppress(OSError):  # a full disk has taken a part of it
                     (folder / name).unlink()
@@ -132,15 +129,8 @@ class Incidents:
         return folder
 
 
-def _plain(value: Any) -> Any:
-    """The plain form of plans, records and their parts, which JSON has none for."""
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return sorted(value) if isinstance(value, Set) else dict(value)
-
-
-def _dump_torch_memory(folder: Path) -> None:
+def _dump_torch_memory(file: Path) -> None:
     """torch's record of its allocations, where the user has switched that on
     (`torch.cuda.memory._record_memory_history`)."""
     if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
-        torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
+        torch.cuda.memory._dump_snapshot(str(file))

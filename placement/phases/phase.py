@@ -167,16 +167,19 @@ class OpenPhases:
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
 
+    def plan_in_any_case(self, phases: Sequence[OpenPhase]) -> tuple[Plan, list[Exception]]:
+        """As `plan_of`. If the policy gives no plan: everything is offloaded, and the error."""
+        try:
+            return self.plan_of(phases), []
+        except PolicyError as error:
+            return self.all_offloaded(), [error]
+
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
         """The plan that applies once an open phase has ended. A phase inside it goes on deciding
         about the handles of its `only`. For all others the phase around the one that ends decides,
         except that nothing is loaded: the room may be taken. If the policy gives no plan:
         everything is offloaded, and the error."""
-        failures: list[Exception] = []
-        try:
-            plan = self.plan_of(self.all[: self.all.index(leaving)])
-        except PolicyError as error:
-            plan, failures = self.all_offloaded(), [error]
+        plan, failures = self.plan_in_any_case(self.all[: self.all.index(leaving)])
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:

@@ -3,6 +3,7 @@ moves."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ class PhaseRequest(NamedTuple):
     enclosing: Plan | None
     around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
     kept: frozenset[str]  # names of the handles that the phase before kept
+    # tells the other ranks of suspensions, with the proposal
+    telling: AbstractContextManager[None] = nullcontext()
 
 
 class PlanMaker:
@@ -128,13 +131,14 @@ class GroupPlanMaker(PlanMaker):
         action = f"{verb} {wanted.name}"
         if wanted.only is not None:
             action += f" only={','.join(sorted(wanted.only))}"
-        self._planner.least = basis = self.vote.propose(
-            action,
-            lambda: self._planner.budget_bytes(wanted.name),
-            self._planner.whereabouts,
-        )
-        if basis.suspension is not None:
-            self.vote.suspend_first(basis.suspension)
+        with wanted.telling:
+            self._planner.least = basis = self.vote.propose(
+                action,
+                lambda: self._planner.budget_bytes(wanted.name),
+                self._planner.whereabouts,
+            )
+            if basis.suspension is not None:
+                self.vote.suspend_first(basis.suspension)
         return super().make(verb, wanted)
 
     def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:

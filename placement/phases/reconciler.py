@@ -195,7 +195,8 @@ class Reconciler:
         if transition.offloads:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         for participant in participants:
             try:
                 participant.prepare(transition)

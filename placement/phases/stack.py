@@ -99,7 +99,9 @@ class PhaseStack:
             self.incidents.report,
             lambda: all(each.is_abandoned for each in self.phases.all),
         )
-        self.suspension = Suspension(self.lock, self.phases, self._handles, self._leave_the_device)
+        self.suspension = Suspension(
+            self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
+        )
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
@@ -144,15 +146,17 @@ class PhaseStack:
             phases.check_holder(phase.name)
             if not phases.all and self.suspension.comes_first:
                 raise Suspended
-            back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)
-            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
+            enclosing = None if phase.only is None else phases.plan_of(phases.all)
+            vote = self.lock.vote
+            telling = _NOTHING if phases.all or vote is None else self.suspension.telling(vote)
+            wanted = PhaseRequest(
+                phase.name, phase.only, enclosing, phases.all, phases.kept, telling
+            )
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            vote = self.lock.vote
-            with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
-                self._change(phase, "enter", wanted, back)
+            self._change(phase, "enter", wanted)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -161,14 +165,13 @@ class PhaseStack:
             around = phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
             self._note_end(phase)
-            kept = phases.kept | self._worth_keeping(phase)
-            self._change(
-                phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan
-            )
+            kept = phases.kept
+            if phase.kept:
+                kept |= self._worth_keeping(phase)
+            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept))
 
-    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
-        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
-        and the keeps)."""
+    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest) -> None:
+        """Begin the wanted phase. If that fails, every handle goes to where it was before."""
         phases = self.phases
         self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(wanted.name, wanted.only)
@@ -189,6 +192,7 @@ class PhaseStack:
                 # Not where the group's decision is unknown: other ranks may have entered the
                 # phase. Going back could be as wrong as going on.
                 if not isinstance(error, CoordinatorLost):
+                    back, _ = phases.plan_in_any_case(phases.all)
                     _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
@@ -205,27 +209,24 @@ class PhaseStack:
             phases = self.phases
             if error is not None:
                 self.incidents.report(error, phase.name, phase.plan)
-            if isinstance(error, GeneratorExit) and self._is_around_others(phase):
-                phase.is_abandoned = True  # it ends with the last of these
-                return
-            if error is not None and phase in phases.all:
-                # the exception passes through them: their own `with` statements leave them no more
-                for inner in phases.inside(phase):
-                    inner.is_abandoned |= not inner.in_any_order
-                self._leave_abandoned()
+                if isinstance(error, GeneratorExit) and self._is_around_others(phase):
+                    phase.is_abandoned = True  # it ends with the last of these
+                    return
+                self._leave_phases_inside(phase)
             phases.require_leavable(phase)
             others = phases.without(phase)
-            vote, leaving = self.lock.vote, None
-            if vote is not None:
-                leaving = LeavingRanks(vote, f"leave {phase.name}", error)
-            telling = _NOTHING if others or vote is None else self.suspension.telling(vote)
-            with telling, self._leaving_to(others) as left_to:
+            leaving = None
+            if (vote := self.lock.vote) is not None:
+                telling = _NOTHING if others else self.suspension.telling(vote)
+                leaving = LeavingRanks(vote, f"leave {phase.name}", error, telling)
+            with self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
                     plan, failures = phases.plan_after(phase)
-                    phases.kept = self._worth_keeping(phase)
-                    plan = phases.with_kept(plan)
+                    if phase.kept:
+                        phases.kept = self._worth_keeping(phase)
+                        plan = phases.with_kept(plan)
                     failures = self.reconciler.retreat(left_to, plan, failures, leaving=leaving)
                 except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
@@ -243,6 +244,14 @@ class PhaseStack:
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
+
+    def _leave_phases_inside(self, phase: OpenPhase) -> None:
+        """Leave the phases inside one through which an exception passes: their own `with`
+        statements leave them no more."""
+        if phase in self.phases.all:
+            for inner in self.phases.inside(phase):
+                inner.is_abandoned |= not inner.in_any_order
+            self._leave_abandoned()
 
     @contextmanager
     def _leaving_to(self, others: Sequence[OpenPhase]) -> Iterator[str]:
@@ -263,7 +272,7 @@ class PhaseStack:
     def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None:
         """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
         returns that there is another suspension."""
-        with self.suspension.waiting():
+        with interrupts.deferred(), self.suspension.waiting():
             is_open = False
             while not is_open:
                 self.suspend_with_ranks()

@@ -42,7 +42,8 @@ class _Asked:
 class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
-    `carry_out`: takes every handle off the device, or raises; called with the manager's lock held.
+    `read`: takes a snapshot. `carry_out`: takes every handle off the device, or raises; called with
+    the manager's lock held.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Suspension:
         lock: TransitionLock,
         phases: OpenPhases,
         handles: Mapping[str, Handle],
+        read: Callable[[], Snapshot],
         carry_out: Callable[[], None],
     ) -> None:
         self._lock, self._phases, self._handles = lock, phases, handles
-        self._carry_out = carry_out
+        self._read, self._carry_out = read, carry_out
         self._mutex = threading.Lock()
         self.epoch = 0  # the number of the last suspension; 0: there was none
         self._asked: list[_Asked] = []
@@ -62,30 +64,23 @@ class Suspension:
         self._waiting: list[int] = []
 
     @property
-    def is_on(self) -> bool:
-        return self._phases.is_suspended
-
-    @property
     def comes_first(self) -> bool:
         """Whether an outermost phase has to wait: for the end of a suspension, or, without a group,
         for the thread that asks for one."""
         if self._asked and self._lock.vote is None and not self._owes_a_phase:
             return True
-        return self.is_on
+        return self._phases.is_suspended
 
     @property
     def _owes_a_phase(self) -> bool:
         """Whether a phase waits that has waited for a suspension already. It begins before the next
         suspension, so that threads that ask again and again do not keep it out."""
-        return not self.is_on and any(last != self.epoch for last in self._waiting)
+        return not self._phases.is_suspended and any(last != self.epoch for last in self._waiting)
 
     # --- asking
 
     def suspend(
-        self,
-        read: Callable[[], Snapshot],
-        request: SuspensionRequest,
-        has_gone: Callable[[], bool] = lambda: False,
+        self, request: SuspensionRequest, has_gone: Callable[[], bool] = lambda: False
     ) -> SuspensionStatus:
         """See `Manager.suspend`. `has_gone`: whether the one who asks is no longer there."""
         asked, until = _Asked(request), time.monotonic() + request.deadline_seconds
@@ -113,37 +108,37 @@ class Suspension:
             finally:
                 self._takes_back(asked, even_if_told=True)
             asked.answer.result()
-        return self.status(read)
+        return self.status()
 
     def _ask(self, asked: _Asked) -> None:
         """Have a thread's request carried out, unless the suspension is on already."""
         epoch = asked.request.epoch
         with self._mutex:
-            if self.is_on and epoch in (None, self.epoch):
+            if self._phases.is_suspended and epoch in (None, self.epoch):
                 asked.answer.set_result(None)
-            elif self.is_on or (epoch or math.inf) <= self.epoch:
+            elif self._phases.is_suspended or (epoch or math.inf) <= self.epoch:
                 raise self._refused(self._other_epoch(asked.request))
             else:
                 self._asked.append(asked)
 
-    def resume(self, read: Callable[[], Snapshot], epoch: int | None = None) -> SuspensionStatus:
+    def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
         self._lock.check_process()
         last = self.epoch
         if epoch not in (None, last):
             raise PhaseError(f"resume: epoch {epoch} is not the last one, {last}")
-        if self.is_on and self._lock.vote is not None:
+        if self._phases.is_suspended and self._lock.vote is not None:
             self._lock.vote.group.note_resumed(last)
         with self._mutex:
             if self.epoch == last:  # another one may have begun meanwhile
                 self.end()
-        return self.status(read)
+        return self.status()
 
     def end(self) -> None:
         self._phases.suspended_until = -math.inf
 
-    def status(self, read: Callable[[], Snapshot]) -> SuspensionStatus:
-        snapshot = read()
+    def status(self) -> SuspensionStatus:
+        snapshot = self._read()
         return SuspensionStatus(
             epoch=self.epoch,
             suspended=snapshot.suspended,
@@ -166,7 +161,7 @@ class Suspension:
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {held})")
 
     def _other_epoch(self, request: SuspensionRequest) -> str:
-        is_on = "suspended now" if self.is_on else "over"
+        is_on = "suspended now" if self._phases.is_suspended else "over"
         return f"epoch {request.epoch} cannot begin: the last one, {self.epoch}, is {is_on}"
 
     # --- carrying it out
@@ -231,7 +226,7 @@ class Suspension:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """An outermost phase waits inside, and then begins."""
-        last = -1 if self.is_on else self.epoch
+        last = -1 if self._phases.is_suspended else self.epoch
         self._waiting.append(last)
         try:
             yield
@@ -247,10 +242,10 @@ class Suspension:
             self._phases.suspended_seconds += now - began
             began = now
             self._lock.check_process()
-            if self.is_on and vote is not None and vote.group.is_resumed(self.epoch):
+            if self._phases.is_suspended and vote is not None and vote.group.is_resumed(self.epoch):
                 self.end()
             if not self.comes_first:
                 return
-            if self.is_on and not is_logged:
+            if self._phases.is_suspended and not is_logged:
                 is_logged = True
                 logger.info("phase %s waits: suspended (epoch %d)", phase, self.epoch)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -407,6 +408,22 @@ def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer) -> Non
             pass
         is_beyond = not interrupt.was_sent
     assert line > 50
+
+
+def test_ctrl_c_at_any_line_of_waiting_leaves_no_phase_that_waits(trainer: Trainer) -> None:
+    manager = trainer.manager
+    for line in range(1, 50):
+        manager.suspend(resume_after_seconds=0.01)
+        sys.settrace(InterruptAt(suspension, line))
+        with suppress(KeyboardInterrupt):
+            try:
+                manager.enter("log_prob")
+            finally:
+                sys.settrace(None)
+            manager.leave()
+        manager.resume()
+        assert manager.phase_name == "idle"
+        assert manager._stack.suspension._waiting == []
 
 
 @pytest.mark.parametrize(
