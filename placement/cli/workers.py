@@ -305,8 +305,10 @@ def run_control(arguments: argparse.Namespace) -> int:
         is_done = status.suspended is (arguments.command == "suspend")
         return is_done, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
-    workers = find_targets(_places(arguments))
-    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+    places = _places(arguments)
+    if not (workers := find_targets(places)):
+        raise PlacementError(f"no worker has announced itself in {', '.join(places)}")
+    with ThreadPoolExecutor(len(workers)) as pool:
         told = list(pool.map(told_by, workers))
     print("\n".join(text for _, text in told))
     return int(not all(is_done for is_done, _ in told))

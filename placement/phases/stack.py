@@ -286,15 +286,9 @@ class PhaseStack:
         if vote is None or vote.agreed is None:
             return
         wanted, vote.agreed = vote.agreed, None
-        failure: Exception | None = PhaseError("it was interrupted")
-        try:
-            with self.lock.attempt(raises_own=True), self.lock.transition():
-                self._leave_the_device(LeavingRanks(vote, f"suspend {wanted.epoch}"))
-            failure = None
-        except Exception as error:
-            failure = error
-        finally:
-            self.suspension.conclude(wanted, failure)
+        concluding = self.suspension.concluding(wanted)
+        with concluding, self.lock.attempt(raises_own=True), self.lock.transition():
+            self._leave_the_device(LeavingRanks(vote, f"suspend {wanted.epoch}"))
 
     def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
         """Take every handle off the device, outside every phase. Raises what failed, but not

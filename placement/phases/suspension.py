@@ -59,7 +59,7 @@ class Suspension:
         self._mutex = threading.Lock()
         self.epoch = 0  # the number of the last suspension; 0: there was none
         self._asked: list[_Asked] = []
-        self._is_told = False  # whether the other ranks may know it: nothing can be taken back
+        self._taken_up: list[_Asked] = []  # those of them that cannot be taken back any more
         # for each phase that waits: the last suspension that had ended before
         self._waiting: list[int] = []
 
@@ -106,7 +106,7 @@ class Suspension:
                         late = f"not possible within {request.deadline_seconds:g} s"
                         raise self._refused(self._other_epoch(request) if is_old else late)
             finally:
-                self._takes_back(asked, even_if_told=True)
+                self._takes_back(asked, even_if_taken_up=True)
             asked.answer.result()
         return self.status()
 
@@ -146,10 +146,10 @@ class Suspension:
             snapshot=snapshot,
         )
 
-    def _takes_back(self, asked: _Asked, *, even_if_told: bool = False) -> bool:
-        """Forget what a thread asks for, unless it is concluded, or the other ranks know it."""
+    def _takes_back(self, asked: _Asked, *, even_if_taken_up: bool = False) -> bool:
+        """Forget what a thread asks for, unless it is concluded or taken up."""
         with self._mutex:
-            is_open = asked in self._asked and (even_if_told or not self._is_told)
+            is_open = asked in self._asked and (even_if_taken_up or asked not in self._taken_up)
             if is_open:
                 self._asked.remove(asked)
             return is_open
@@ -171,22 +171,17 @@ class Suspension:
         if self._lock.vote is not None:
             return
         with self._lock.if_free() as is_free:
-            if not is_free or not self._lock.is_outside() or (wanted := self._wanted()) is None:
-                return
-            failure = None
-            try:
-                with self._lock.transition():
+            if is_free and self._lock.is_outside() and (wanted := self._take_up()) is not None:
+                with self.concluding(wanted), self._lock.transition():
                     self._carry_out()
-            except Exception as error:
-                failure = error
-            self.conclude(wanted, failure)
 
-    def _wanted(self) -> SuspensionRequest | None:
+    def _take_up(self) -> SuspensionRequest | None:
         """The newest suspension that threads ask for, with its epoch; None while there is none, or
         a phase begins before it."""
         with self._mutex:
-            requests = [asked.request for asked in self._asked]
-        if not requests or self._owes_a_phase:
+            self._taken_up = [] if self._owes_a_phase else [*self._asked]
+            requests = [asked.request for asked in self._taken_up]
+        if not requests:
             return None
         newest = max(requests, key=lambda request: request.epoch or 0)
         return newest.model_copy(update={"epoch": newest.epoch or self.epoch + 1})
@@ -195,18 +190,32 @@ class Suspension:
     def telling(self, vote: GroupVote) -> Iterator[None]:
         """Tell the other ranks, in the proposal of the transition inside, what is asked for here.
         Then `vote.agreed` is what any rank is asked for."""
-        self._is_told, group = True, vote.group  # first: what is taken back now is not told
-        group.suspension, group.last_suspension = self._wanted(), self.epoch
+        group = vote.group
+        group.suspension, group.last_suspension = self._take_up(), self.epoch
         try:
             yield
         finally:
-            group.suspension, self._is_told = None, vote.agreed is not None
+            group.suspension = None
+            if vote.agreed is None:
+                self._taken_up = []
             self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
+
+    @contextmanager
+    def concluding(self, wanted: SuspensionRequest) -> Iterator[None]:
+        """The suspension is carried out inside. What fails there refuses it."""
+        failure: Exception | None = PhaseError("it was interrupted")
+        try:
+            yield
+            failure = None
+        except Exception as error:
+            failure = error
+        finally:
+            self.conclude(wanted, failure)
 
     def conclude(self, wanted: SuspensionRequest, failure: Exception | None) -> None:
         """A suspension has been carried out, or has failed. Answer the threads that ask."""
         with self._mutex:
-            concluded, self._asked, self._is_told = self._asked, [], False
+            concluded, self._asked, self._taken_up = self._asked, [], []
             if failure is None:
                 self.epoch = wanted.epoch or 0
                 seconds = wanted.resume_after_seconds or math.inf

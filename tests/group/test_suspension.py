@@ -195,6 +195,21 @@ def test_a_rank_that_fails_as_it_leaves_the_phase_suspends_with_the_others(
     meet(four)
 
 
+def test_the_deadline_counts_while_another_rank_is_late(four: list[Rank]) -> None:
+    """The ranks are told with the next proposal. Until then the request is this rank's own."""
+    first, *others = four
+    work = begun(first.manager.enter, "train")
+    # it has proposed, and waits
+    until(lambda: first.group._keys and first.group._keys[-1][0] == first.group.epoch)
+    with pytest.raises(PhaseError, match=r"not possible within 0\.05 s"):
+        first.manager.suspend(0.05)
+    assert not work.done()
+    on_all(others, lambda rank: rank.manager.enter("train"))
+    work.result(30)
+    on_all(four, lambda rank: rank.manager.leave())
+    assert are_suspended(four) == {False}
+
+
 def test_a_suspension_that_began_meanwhile_is_not_resumed(four: list[Rank]) -> None:
     """The one who resumes speaks of the one before."""
     rank = four[0]

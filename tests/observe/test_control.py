@@ -311,6 +311,14 @@ def test_the_command_sends_no_token_to_another_server(
     assert TOKEN not in "".join(seen)
 
 
+def test_the_command_fails_where_there_is_no_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    assert main(["suspend", str(tmp_path)]) == 1
+    assert "no worker has announced itself in" in capsys.readouterr().err
+
+
 def test_the_command_says_if_a_suspension_is_over_already(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
