@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.core.errors import (
-    CoordinatorLost,
-    DeviceMemoryError,
-    GroupError,
-    PhaseError,
-    PlacementError,
-)
+from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
 from placement.core.snapshot import SuspensionRequest
 from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
@@ -30,7 +24,7 @@ _ALL_HAVE_LEFT = Plan({})
 entry makes these equal."""
 
 
-class Suspended(PlacementError):
+class Suspended(PhaseError):
     """An outermost phase cannot begin now. Caught where phases are entered."""
 
 

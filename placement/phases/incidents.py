@@ -25,6 +25,7 @@ from placement.core.errors import (
     IntegrityError,
 )
 from placement.core.journal import Journal, logger
+from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import IDLE, Plan
 from placement.observe.nvml import processes_on
@@ -46,14 +47,13 @@ class Incidents:
 
     def __init__(
         self,
-        directory: str | None,
-        num_kept: int,
+        settings: Settings,
         take_snapshot: Callable[[], Snapshot],
         take_audit: Callable[[Plan], Audit],
         journal: Journal,
         gpu: str,
     ) -> None:
-        self._directory, self._num_kept = directory, num_kept
+        self._directory, self._num_kept = settings.incidents, settings.incidents_kept
         self._take_snapshot, self._take_audit = take_snapshot, take_audit
         self._journal, self._gpu = journal, gpu
         self._folders: deque[Path] = deque()

@@ -84,12 +84,7 @@ class PhaseStack:
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
         self.incidents = Incidents(
-            settings.incidents,
-            settings.incidents_kept,
-            self.take_snapshot,
-            self.take_audit,
-            journal,
-            device.uuid,
+            settings, self.take_snapshot, self.take_audit, journal, device.uuid
         )
         self.lock = TransitionLock(
             device,
