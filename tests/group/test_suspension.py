@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -268,15 +267,18 @@ def lost(*_: Any) -> Any:
     raise BoardLost("the store does not answer")
 
 
-def test_ranks_that_are_asked_again_and_again_make_their_steps(four: list[Rank]) -> None:
-    work, rank = begun(on_all, four, Rank.step), four[0]
-    num_suspensions = 0
-    while not work.done():
-        with suppress(PhaseError):
-            rank.manager.suspend(0.2)
-            num_suspensions += 1
-            rank.manager.resume()
-    assert work.result(0) == ["done"] * WORLD
+def test_ranks_that_have_waited_begin_before_the_next_suspension(four: list[Rank]) -> None:
+    future = asked(four[0])
+    work = begun(on_all, four, lambda rank: rank.manager.enter("train"))
+    assert future.result(30).epoch == 1
+    until(lambda: all(rank.manager.snapshot().suspended_seconds > 0 for rank in four))
+    four[0].manager.resume()
+    again = asked(four[0])
+    assert work.result(30) == [None] * WORLD
+    assert not again.done()
+    on_all(four, lambda rank: rank.manager.leave())
+    assert again.result(30).epoch == 2
+    four[0].manager.resume()
 
 
 # --- ranks as processes
