@@ -73,18 +73,18 @@ class Incidents:
         if self._directory is None:
             return
         seen = error if told is None else told
-        notes = getattr(seen, "__notes__", [])
-        named = [note for note in notes if note.startswith(_NOTE)]
+        notes = getattr(seen, "__notes__", None) or []
+        for note in notes:
+            if str(note).startswith(_NOTE):
+                notes.remove(note)
+                notes.append(note)
+                return
         try:
-            if named:
-                notes.remove(named[0])
-            elif (folder := self._write(Path(self._directory), error, phase, plan)) is not None:
-                named = [f"{_NOTE}{folder} (placement status --incident {folder})"]
-        except Exception as failure:
-            logger.warning("an incident cannot be written: %s", failure)
-        for note in named:
-            with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
-                seen.add_note(note)
+            folder = self._write(Path(self._directory), error, phase, plan)
+            if folder is not None:
+                seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+        except Exception as failure:  # also of an exception that refuses notes
+            logger.warning("an incident cannot be written, or not be named: %s", failure)
 
     def _write(
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None

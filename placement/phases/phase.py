@@ -283,8 +283,8 @@ class TransitionLock:
                         self._is_busy = False
                     if raises_own or told is None:
                         raise
-                    for note in getattr(raised, "__notes__", ()):
-                        told.add_note(note)
+                    for note in getattr(raised, "__notes__", None) or ():
+                        told.add_note(str(note))
                     try:
                         raise told from raised
                     finally:
