@@ -202,33 +202,28 @@ class Suspension:
 
     @contextmanager
     def concluding(self, wanted: SuspensionRequest) -> Iterator[None]:
-        """The suspension is carried out inside. What fails there refuses it."""
-        failure: Exception | None = PhaseError("it was interrupted")
+        """The suspension is carried out inside, and refused if that fails. Then the threads that
+        ask are answered."""
+        reason = "it was interrupted"
         try:
             yield
-            failure = None
+            reason = ""
         except Exception as error:
-            failure = error
-        finally:
-            self.conclude(wanted, failure)
-
-    def conclude(self, wanted: SuspensionRequest, failure: Exception | None) -> None:
-        """A suspension has been carried out, or has failed. Answer the threads that ask."""
-        with self._mutex:
-            concluded, self._asked, self._taken_up = self._asked, [], []
-            if failure is None:
-                self.epoch = wanted.epoch or 0
-                seconds = wanted.resume_after_seconds or math.inf
-                self._phases.suspended_until = time.monotonic() + seconds
-        reason = "" if failure is None else str(failure) or type(failure).__name__
-        if reason:
+            reason = str(error) or type(error).__name__
             logger.error("suspend: %s", reason)
-        for asked in concluded:
-            if not reason and asked.request.epoch in (None, wanted.epoch):
-                asked.answer.set_result(None)
-            else:
-                refused = self._refused(reason or self._other_epoch(asked.request))
-                asked.answer.set_exception(refused)
+        finally:
+            with self._mutex:
+                concluded, self._asked, self._taken_up = self._asked, [], []
+                if not reason:
+                    self.epoch = wanted.epoch or 0
+                    seconds = wanted.resume_after_seconds or math.inf
+                    self._phases.suspended_until = time.monotonic() + seconds
+            for asked in concluded:
+                if not reason and asked.request.epoch in (None, wanted.epoch):
+                    asked.answer.set_result(None)
+                else:
+                    refused = self._refused(reason or self._other_epoch(asked.request))
+                    asked.answer.set_exception(refused)
 
     # --- waiting
 

@@ -213,12 +213,14 @@ def test_a_suspension_that_began_meanwhile_is_not_resumed(four: list[Rank]) -> N
     """The one who resumes speaks of the one before."""
     rank = four[0]
     suspension = rank.manager._stack.suspension
-    suspension.conclude(SuspensionRequest(epoch=7), None)
+    with suspension.concluding(SuspensionRequest(epoch=7)):
+        pass
     note_resumed = rank.group.note_resumed
 
     def meanwhile(epoch: int) -> None:
         note_resumed(epoch)
-        suspension.conclude(SuspensionRequest(epoch=8), None)
+        with suspension.concluding(SuspensionRequest(epoch=8)):
+            pass
 
     rank.group.note_resumed = meanwhile  # type: ignore[method-assign]
     assert rank.manager.resume(7).suspended
