@@ -432,7 +432,7 @@ class Manager:
         Raises:
             PhaseError: it was not possible in time, the epoch is an old one, or this thread has a
                 phase open. The message says what is on the device.
-            ValueError: an argument is not a number, or too small.
+            ValueError: an argument is not a number, or too small or large.
         """
         request = SuspensionRequest(
             deadline_seconds=deadline, resume_after_seconds=resume_after_seconds, epoch=epoch
