@@ -30,7 +30,7 @@ from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage.state_dicts import are_only_read
+from placement.storage.watch.state_dicts import are_only_read
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from placement.ownership.adapter import Seen
 from placement.ownership.module import ModuleAdapter
 from placement.publish.buckets import WeightInfo, writable
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.tensors.plain import Owned, plain_parts
 
 UNPUBLISHED = "the actor was loaded from a checkpoint, and has not been published since"

@@ -13,7 +13,7 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
-from placement.storage.writes import message
+from placement.storage.watch.writes import message
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal

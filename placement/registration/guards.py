@@ -36,7 +36,7 @@ from placement.registration.state_dicts import (
     lies_in,
     shown,
 )
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from placement.registration.streamed_optimizer import (
 )
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import Ranks
 from placement.storage.transfer.streamed import most_buckets

@@ -25,7 +25,7 @@ from placement.core.method_call import MethodCall
 from placement.core.modes import without_modes
 from placement.devices.poisoned import has_nan
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.tensors.plain import (
     SEQUENCES,
     has_bytes,

@@ -42,7 +42,7 @@ from placement.storage.transfer.streamed import (
     first_chunks,
     window_of,
 )
-from placement.storage.writes import message
+from placement.storage.watch.writes import message
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one

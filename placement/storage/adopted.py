@@ -25,8 +25,9 @@ from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
+from placement.storage.owners import RANGES
 from placement.storage.pages import Behind, ChunkPool
-from placement.storage.range import RANGES, Range
+from placement.storage.range import Range
 from placement.storage.scan import (
     BORROWED,
     Relocated,
@@ -36,8 +37,9 @@ from placement.storage.scan import (
     stray_references,
     uncounted,
 )
-from placement.storage.state_dicts import are_only_read, was_handed_out
-from placement.storage.writes import Gradients, Watch
+from placement.storage.watch.gradients import Gradients
+from placement.storage.watch.state_dicts import are_only_read, was_handed_out
+from placement.storage.watch.writes import Watch
 from placement.tensors.alive import Unadopted, storage_use_count
 from placement.tensors.plain import dense_parts, has_storage, is_plain_type
 

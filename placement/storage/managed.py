@@ -27,7 +27,7 @@ from placement.storage.adopted import AdoptedStorage, Offload, Stage
 from placement.storage.fingerprints import differing
 from placement.storage.pages import Behind, ChunkPool, Side, fill
 from placement.storage.range import Range
-from placement.storage.state_dicts import handed_out
+from placement.storage.watch.state_dicts import handed_out
 from placement.tensors.alive import Unadopted
 
 

@@ -37,14 +37,11 @@ from placement.storage.layout import (
     expected_bytes,
     move_out,
 )
-from placement.storage.range import (
-    RANGES,
-    ObjectRanges,
-    Owner,
-    Range,
-    Versions,
-)
-from placement.storage.state_dicts import StateDictTensors
+from placement.storage.owners import RANGES, Owner
+from placement.storage.places import ObjectRanges
+from placement.storage.range import Range
+from placement.storage.versions import Versions
+from placement.storage.watch.state_dicts import StateDictTensors
 from placement.tensors.alive import PlacedStorage, Unadopted, storage_use_count
 from placement.tensors.plain import (
     Owned,

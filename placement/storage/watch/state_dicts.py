@@ -18,7 +18,8 @@ from placement.core.interrupts import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
-from placement.storage.range import ObjectRanges, Range
+from placement.storage.places import ObjectRanges
+from placement.storage.range import Range
 from placement.tensors.plain import (
     align,
     has_storage,
