@@ -541,10 +541,12 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
-        holding.calls = CallGuard(ForwardGuard(handle), modules)
-        hooks.append(holding.calls)
+        calls = CallGuard(ForwardGuard(handle), modules)
+        hooks.append(calls)  # an earlier one, which was removed, does nothing when it is told
+        holding.announce.leaving.append(calls.refuse)
+        holding.announce.came.append(calls.allow)
         if not holding.on_device:
-            holding.calls.refuse()
+            calls.refuse()
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:

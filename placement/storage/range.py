@@ -68,14 +68,13 @@ class Range:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
         if self.moving_in is None:
             return
-        placed = []
-        for index, (each, offset) in enumerate(
-            zip(self.moving_in, self.layout.offsets, strict=True)
-        ):
-            self.layout.move_in(index)
-            # not each.storage: rebinding has given the aliases another one
-            ref = StorageWeakRef(each.aliases[0].untyped_storage())
-            placed.append(PlacedStorage(each.name, ref, offset, each.nbytes))
+        layout, placed = self.layout, []
+        layout.move_in()
+        places = zip(self.moving_in, layout.offsets, layout.sizes, strict=True)
+        for adoptee, offset, nbytes in places:
+            # not adoptee.storage: rebinding has given the aliases another one
+            ref = StorageWeakRef(adoptee.aliases[0].untyped_storage())
+            placed.append(PlacedStorage(adoptee.name, ref, offset, nbytes))
         self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
         self.layout.forget_adoptees()
         self._watch()

@@ -27,8 +27,8 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
 from placement.core.modes import without_modes
 from placement.devices.memory import Mark
-from placement.storage.adopted import Stage
 from placement.storage.managed import ManagedStorage
+from placement.storage.move import Stage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
 
@@ -310,7 +310,7 @@ class StreamedStep:
                     copied = {
                         adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()
                     }
-                    bucket.fresh = self.holding.adopt_created(copied | self._before)
+                    bucket.fresh = self.holding.take_in_created(copied | self._before)
                 self._done.to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.
             bucket.leaving = tuple(

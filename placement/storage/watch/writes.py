@@ -97,11 +97,7 @@ class Watch:
         changes = [
             Change(name, each, "written") for each in self._written() if each not in replaced
         ]
-        outside = [
-            *(relocated.adoptee for relocated in scan.relocated),
-            *scan.lasting,
-            *scan.transient,
-        ]
+        outside = scan.outside
         for adoptee in outside:
             if adoptee.storage._cdata not in self._known:
                 names = [owned.name for owned in adoptee.owned]
@@ -114,7 +110,7 @@ class Watch:
         """Look at the tensors, and note which were replaced."""
         self.has_new = True  # until the look has ended without an error
         scan = self._scanner.rescan(anew=bool(self.replaced))
-        self.has_new = bool(scan)
+        self.has_new = bool(scan.outside)
         replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
         replaced += _names_in(scan.lasting, self._ranges.named_places())
         if replaced:  # half() and to() convert gradients, too
@@ -138,7 +134,7 @@ class Watch:
 
     def expect(self, scan: Scan) -> None:
         """Do not report these storages: placement itself has left them where they are."""
-        self._know((*scan.lasting, *scan.transient))
+        self._know(scan.new)
 
     def _know(self, adoptees: Iterable[Adoptee]) -> None:
         living = {key: alive for key, alive in self._known.items() if not alive.expired()}
@@ -156,6 +152,29 @@ class Watch:
             name = self._scanner.name
             raise IntegrityError(message(Change(name, each, "replaced") for each in self.replaced))
 
+    def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
+        """Name and bytes of everything that is not where it should be: relocated storages, and
+        tensors that were replaced or torn apart. On the device, only a module's new tensor with the
+        name of an adopted one is drift: loading replaces an optimizer's state."""
+        ranges, adapter = self._ranges.all, self._scanner.adapter
+        drifted = [(entry.name, entry.nbytes) for r in ranges for entry in r.outside()]
+        for framework in adapter.frameworks:
+            drifted += framework.replaced()
+        # relocated storages are in `drifted` already, by their addresses
+        scan = self._scanner.rescan()
+        if not on_device:
+            drifted += [(adoptee.name, adoptee.nbytes) for adoptee in scan.new]
+            places, names = self._ranges.named_places(), {name for name, _ in drifted}
+            for name in self.replaced:
+                if name not in names and name in places:
+                    drifted.append((name, places[name].entry.nbytes))
+        elif adapter.kind != "optimizer":
+            names = {entry.name for r in ranges if not r.transient for entry in r.placed}
+            for adoptee in scan.lasting:
+                if adoptee.name in names:
+                    drifted.append((adoptee.name, adoptee.nbytes))
+        return drifted
+
     # --- restoring
 
     def restore(self) -> None:
@@ -164,9 +183,7 @@ class Watch:
         tensor that lies under several names."""
         scan = self._scanner.rescan(anew=True)
         places = self._ranges.places(self._ranges.all)
-        outside = [*scan.lasting, *scan.transient]
         for r, entry, adoptee in scan.relocated:
-            outside.append(adoptee)
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
@@ -177,7 +194,7 @@ class Watch:
                     point(tensor, home, form_of(tensor))
         # two that were exchanged are in places, though not in their own
         tensors = [*(scan.in_place or ())]
-        for adoptee in outside:
+        for adoptee in scan.outside:
             tensors += adoptee.owned
         names = {*self.replaced} & places.keys()
         replaced = [owned for owned in tensors if owned.name in names]
