@@ -75,7 +75,7 @@ class ObjectRanges:
     def note_more_versions(self, versions: Versions) -> None:
         """Add the counters of storages that were found for the first time now. Counters noted
         earlier stay."""
-        self.versions = versions.but(self.versions, among={*self.versions.storages})
+        self.versions = self.versions.with_new_of(versions)
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Forget all places, and note those where these tensors are now."""

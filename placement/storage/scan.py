@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -245,60 +245,70 @@ class StorageScanner:
         the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can
         be moved.
-        `anew`: look at every tensor, even if nothing has changed since the last look."""
-        if anew:
-            self._last = None
-        ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
-        last = self._last if self._last is not None and self._last[0] is ranges else None
-        is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
-        seen = self.adapter.unchanged() if is_known else None
-        if seen is not None and (
-            self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])
-        ):
+        `anew`: look at every tensor, even if nothing has changed since the last look.
+
+        Raises RegistrationError: a storage belongs to another handle.
+        """
+        if not anew and self._is_known():
             return Scan()
-        walk = _Walk(self.adapter.owned(), ranges)
+        self._last = self._adopted = None
+        walk = self._walk(movable=movable)
+        self._note(walk)
+        shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in self.state_dict_tensors:
+            shown[tensor.untyped_storage()._cdata].append(tensor)
+        places = {}
+        if walk.elsewhere:
+            places = {entry.ref.cdata: (r, entry) for r in self.ranges.all for entry in r.placed}
+        relocated = [
+            Relocated(*places[key], _adoptee(tensors, shown.get(key, ())))
+            for key, tensors in walk.elsewhere.items()
+        ]
+        lasting, transient = list[Adoptee](), list[Adoptee]()
+        for key, tensors in walk.new.items():
+            adoptee = _adoptee(tensors, shown.get(key, ()))
+            first = adoptee.owned[0]
+            if first.tensor.numel():
+                (transient if first.transient else lasting).append(adoptee)
+        return Scan(lasting, transient, relocated, walk.in_place)
+
+    def _is_known(self) -> bool:
+        """Whether a quick look shows that nothing has changed since the last one, except that what
+        was adopted has moved in. Updates what is known."""
+        last, adopted, self._adopted = self._last, self._adopted, None
+        if last is not None and last[0] is not self.ranges.all:
+            last = None
+        if last is None and (adopted is None or adopted is not self.adapter.steady):
+            return False
+        if (seen := self.adapter.unchanged()) is None:
+            return False
+        return self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])
+
+    def _walk(self, *, movable: bool) -> _Walk:
+        walk = _Walk(self.adapter.owned(), self.ranges.all)
         if movable and (sparse := list(self.adapter.sparse())):
             del walk  # its tensors use the sparse gradients' storages, too
             for tensor in sparse:
                 own_storages(tensor)
-            walk = _Walk(self.adapter.owned(), ranges)
+            walk = _Walk(self.adapter.owned(), self.ranges.all)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
+        return walk
+
+    def _note(self, walk: _Walk) -> None:
+        """Take what a walk has found as known from now on."""
         self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
         self.versions, self._alive = walk.versions, walk.references + hosts
         self.aliases = dict(Counter([*walk.storages, *(host.cdata for host in hosts)]))
-        self._last = None
         if (
             walk.storages
             and len(walk.in_place) == len(walk.storages)
             and (seen := self.adapter.unchanged()) is not None
         ):
-            self._last = ranges, walk.storages, seen.addresses, seen.versions
-        shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        for tensor in self.state_dict_tensors:
-            shown[tensor.untyped_storage()._cdata].append(tensor)
-        entries = (
-            {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed}
-            if walk.elsewhere
-            else {}
-        )
-        relocated = [
-            Relocated(*entries[key], _adoptee(each, shown.get(key, ())))
-            for key, each in walk.elsewhere.items()
-        ]
-        adoptees = [_adoptee(each, shown.get(key, ())) for key, each in walk.new.items()]
-        moving = [
-            (each, each.owned[0].transient) for each in adoptees if each.owned[0].tensor.numel()
-        ]
-        return Scan(
-            [each for each, goes in moving if not goes],
-            [each for each, goes in moving if goes],
-            relocated,
-            walk.in_place,
-        )
+            self._last = self.ranges.all, walk.storages, seen.addresses, seen.versions
 
     def versions_now(self) -> Versions:
         """The counters of the adopted storages, as of a new look."""
@@ -381,35 +391,30 @@ class StorageScanner:
         sparse gradient, which gets a storage of its own before it is moved, and whatever is handed
         back. Nothing else may be claimed a second time: whose it is was decided when it was first
         seen."""
+        if not found:
+            return [], None
         owners = RANGES.owners_of(
-            each[0].tensor.untyped_storage().data_ptr() for each in found.values()
+            tensors[0].tensor.untyped_storage().data_ptr() for tensors in found.values()
         )
         theirs = {
             key: owner
             for key, owner in zip(found, owners, strict=True)
             if owner is not None and owner is not self._owner()
         }
-        modules: Collection[Owner] = ()
-        if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
-            steps = {
-                *RANGES.owners_of(
-                    each.untyped_storage().data_ptr() for each in self.adapter.stepped()
-                )
-            }
-            modules = [each for each in steps if each is not None and each is not self._owner()]
-        for other in _SCANNERS if found and not self.adapter.hands_back else ():
-            owner = other._owner()
-            shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
-            if owner is None or other is self or not (owner in modules or shares):
-                continue
-            now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
-            theirs |= {
-                key: owner
-                for key in found
-                if key in now
-                and (owner in modules or key in other.discovered)
-                and key not in theirs
-            }
+        modules = set[Owner | None]()
+        if not self.adapter.hands_back:
+            modules = self._modules()
+            for other in _SCANNERS:
+                owner = other._owner()
+                if owner is None or other is self:
+                    continue
+                # what another object has got since its last look is its own all the same
+                if owner not in modules and other.discovered.isdisjoint(found):
+                    continue
+                now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
+                for key in found:
+                    if key in now and (owner in modules or key in other.discovered):
+                        theirs.setdefault(key, owner)
         for key, owner in theirs.items():
             first = next((owned for owned in found[key] if not owned.held), found[key][0])
             is_left = (
@@ -420,6 +425,13 @@ class StorageScanner:
             if not is_left and not all(owned.held for owned in found[key]):
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
+
+    def _modules(self) -> set[Owner | None]:
+        """For an optimizer: the owners of the parameters that it steps."""
+        if self.adapter.kind != "optimizer":
+            return set()
+        stepped = (tensor.untyped_storage().data_ptr() for tensor in self.adapter.stepped())
+        return {*RANGES.owners_of(stepped)} - {self._owner()}
 
     def unadopted(self) -> Unadopted | None:
         """The object's storages in torch's own memory. None where nothing that comes with a

@@ -3,7 +3,7 @@ written between two looks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -14,12 +14,12 @@ class Versions(NamedTuple):
     storages: Sequence[int] = ()  # the storage (`_cdata`) of each tensor
     versions: Sequence[int] = ()
 
-    def but(self, other: Versions, *, among: Collection[int]) -> Versions:
-        """These counters, but those of another look for the storages `among` that it has."""
-        theirs = {key for key in other.storages if key in among}
-        kept = [pair for pair in zip(*self, strict=True) if pair[0] not in theirs]
-        kept += [pair for pair in zip(*other, strict=True) if pair[0] in theirs]
-        return Versions([key for key, _ in kept], [version for _, version in kept])
+    def with_new_of(self, later: Versions) -> Versions:
+        """These counters, and those of a later look for the storages that it has found first."""
+        known = {*self.storages}
+        new = [pair for pair in zip(*later, strict=True) if pair[0] not in known]
+        storages = [*self.storages, *(storage for storage, _ in new)]
+        return Versions(storages, [*self.versions, *(version for _, version in new)])
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look: no write lowers a counter. A

@@ -112,7 +112,8 @@ class Watch:
         scan = self._scanner.rescan(anew=bool(self.replaced))
         self.has_new = bool(scan.outside)
         replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
-        replaced += _names_in(scan.lasting, self._ranges.named_places())
+        if scan.lasting:
+            replaced += _names_in(scan.lasting, self._ranges.named_places())
         if replaced:  # half() and to() convert gradients, too
             replaced += _names_in(scan.transient, self._ranges.places(self._ranges.all))
         if not replaced and scan.in_place is not None:
