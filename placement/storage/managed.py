@@ -32,7 +32,6 @@ from placement.devices.base import Device, round_up
 from placement.ownership.adapter import Adapter
 from placement.storage.adoption import Adoption
 from placement.storage.base import Storage
-from placement.storage.fingerprints import differing
 from placement.storage.handing_back import HandingBack
 from placement.storage.layout import Adoptee, expected_bytes, form_of, over
 from placement.storage.move import MoveResult, Offload, Stage
@@ -43,7 +42,7 @@ from placement.storage.range import Range
 from placement.storage.scan import BORROWED, Scan, StorageScanner
 from placement.storage.watch.announcements import Announcements
 from placement.storage.watch.gradients import Gradients
-from placement.storage.watch.state_dicts import StateDictTensors, are_only_read, handed_out
+from placement.storage.watch.state_dicts import StateDictTensors, are_only_read
 from placement.storage.watch.strays import count_uses, stray_references, uncounted
 from placement.storage.watch.writes import Watch
 from placement.tensors.alive import Unadopted, storage_use_count
@@ -111,19 +110,19 @@ class ManagedStorage(Storage):
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to put memory behind every range."""
-        return sum([r.pages.needed_bytes for r in self.object_ranges.all])
+        return sum([r.pages.needed_bytes for r in self.ranges])
 
     def sizes(self) -> tuple[int, int, int]:
-        device_bytes = own_bytes = aside_bytes = 0
-        for r in self.object_ranges.all:
-            device_bytes += r.pages.needed_bytes
+        needed_bytes = own_bytes = aside_bytes = 0
+        for r in self.ranges:
+            needed_bytes += r.pages.needed_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
         # as `unadopted_bytes`, without its calls: every phase transition asks several times
         storages, sizes, _ = self.unadopted
         unadopted_bytes = sum(itertools.compress(sizes, map(storage_use_count, storages)))
         return (
-            device_bytes + unadopted_bytes + self.unborn_bytes,
+            needed_bytes + unadopted_bytes + self.unborn_bytes,
             own_bytes + aside_bytes + unadopted_bytes,
             aside_bytes,
         )
@@ -145,19 +144,13 @@ class ManagedStorage(Storage):
         return sum(r.host.pageable_bytes for r in self.ranges)
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
-        found = [*self.adapter.kept_by_framework()]
+        kept = [*self.adapter.kept_by_framework()]
         for name, tensor in self.adapter.unmoved() if everywhere else ():
-            if (
-                tensor.device == self.device.torch_device
-                and RANGES.owner_of(tensor.data_ptr()) is None
-            ):
-                found.append(
-                    (
-                        (f"{name}, which is no part of its state and not moved,"),
-                        tensor.untyped_storage().nbytes(),
-                    )
-                )
-        self.kept_by_framework = tuple(found)
+            is_here = tensor.device == self.device.torch_device
+            if is_here and RANGES.owner_of(tensor.data_ptr()) is None:
+                words = f"{name}, which is no part of its state and not moved,"
+                kept.append((words, tensor.untyped_storage().nbytes()))
+        self.kept_by_framework = tuple(kept)
 
     def measure(self) -> None:
         """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created
@@ -284,22 +277,20 @@ class ManagedStorage(Storage):
     def read_host(
         self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
     ) -> torch.Tensor | None:
-        is_on_host = self.is_on_host
-        place = (
-            self.state_dict_tensors.place_of(tensor)
-            if is_on_host
-            else self.object_ranges.find(tensor)
-        )
-        if place is None or (
-            not is_on_host and (place[0].transient or place[0].moving_in is not None)
-        ):
+        if is_on_host := self.is_on_host:
+            place = self.state_dict_tensors.place_of(tensor)
+        else:
+            place = self.object_ranges.find(tensor)
+        if place is None:
             return None
         r, offset = place
+        if not is_on_host and (r.transient or r.moving_in is not None):
+            return None
         r.pages.wait_until_saved()
-        address, known = r.host.address + offset, {} if storages is None else storages
-        if address not in known:
-            known[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
-        return over(known[address], form_of(tensor))
+        address, made = r.host.address + offset, {} if storages is None else storages
+        if address not in made:
+            made[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        return over(made[address], form_of(tensor))
 
     def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor of the same form over its bytes in the host copy, for somebody who may also
@@ -537,20 +528,7 @@ class ManagedStorage(Storage):
         self.adapter.ready()
         # inside an autocast region it holds half-precision copies of weights, which would stay
         torch.clear_autocast_cache()
-        if held := [
-            each
-            for each in handed_out()
-            if self.adapter.kind == "optimizer" or each is self.state_dict_tensors
-        ]:
-            # an optimizer's state may be a tensor that the state dict of its module has shown
-            seen = self.adapter.unchanged()
-            live = (
-                seen.tensors
-                if seen
-                else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]
-            )
-            for each in held:
-                each.disown(live)
+        self.state_dict_tensors.disown_live(self.adapter)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient]
@@ -637,8 +615,8 @@ class ManagedStorage(Storage):
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit;
         None: gradients were saved."""
-        for r, now in prints:
-            r.pages.prints = now
+        for r, slab_prints in prints:
+            r.pages.prints = slab_prints
         self._show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
         self.set_ranges(self.ranges + fresh)
@@ -647,9 +625,9 @@ class ManagedStorage(Storage):
         self.stage = Stage.VACATING  # also where nothing had memory
         self.on_device = False
         brought_back = [
-            each.entry.name
-            for each in self._offload.relocated
-            if each.adoptee.nbytes == each.entry.nbytes
+            entry.name
+            for _, entry, adoptee in self._offload.relocated
+            if adoptee.nbytes == entry.nbytes
         ]
         return MoveResult(
             stray_references=sum(surplus.values()),
@@ -705,16 +683,16 @@ class ManagedStorage(Storage):
     def _note_unchanged(self, r: Range) -> None:
         """Note which pages need not be saved, because the rest of the object has to leave, too:
         those whose bytes are in the host copy, and all of a readonly object."""
-        known = None if r.pages.prints is None else r.pages.prints.cpu()
-        keeps_host_copy = self.readonly and known is not None and not r.transient
+        host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
+        keeps_host_copy = self.readonly and host_prints is not None and not r.transient
         changed = []
         for index, page in enumerate(r.pages.table):
             if page.newest is not Side.DEVICE:
                 continue
             is_clean = keeps_host_copy or (
-                known is not None
+                host_prints is not None
                 and page.behind is Behind.OWN
-                and bool(r.fingerprint(index, index + 1).cpu()[0] == known[index])
+                and bool(r.fingerprint(index, index + 1).cpu()[0] == host_prints[index])
             )
             if is_clean:
                 r.pages.note_clean((index,))
@@ -785,31 +763,6 @@ class ManagedStorage(Storage):
                 f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this "
                 "tensor stays."
             )
-
-    def mirror(self) -> None:
-        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing
-        moves and no memory is given up, for a reader of the host copy (an asynchronous checkpoint).
-        The next offload need not copy the same chunks again. Gradients are left out, and storages
-        that are new since the last offload, because they have no place in the host copy yet."""
-        # the host copy of a readonly object is always right
-        if not self.on_device or self.readonly:
-            return
-        self.wait_for_host_readers()
-        self.device.sync()
-        prints: list[tuple[Range, torch.Tensor]] = []
-        for r in self.ranges:
-            if r.transient or r.moving_in is not None:
-                continue
-            host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-            device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
-            if changed := differing(host_prints, device_prints):
-                self.make_host_copy_own(r, changed)
-                r.pages.save(changed)
-            prints.append((r, device_prints))
-        self.device.wait(self.device.mark("to_host"))
-        for r, device_prints in prints:
-            r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
-            r.pages.prints = device_prints
 
     # --- loading, where `ReplicatedStorage` leaves some bytes to `complete`
 

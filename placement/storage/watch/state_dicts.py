@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
 from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
 from placement.storage.places import ObjectRanges
 from placement.storage.range import Range
@@ -104,6 +105,21 @@ class StateDictTensors:
             )
             for tensor in found.values():
                 other._tensors.discard(tensor)
+
+    def disown_live(self, adapter: Adapter) -> None:
+        """Have state dicts forget the tensors that the object owns now. An optimizer's state may be
+        a tensor that the state dict of its module has shown."""
+        in_use = [self] if self else []
+        if adapter.kind == "optimizer":
+            in_use = [shown for shown in _IN_USE if shown]
+        if not in_use:
+            return
+        if (seen := adapter.unchanged()) is not None:
+            live = seen.tensors
+        else:
+            live = [*(owned.tensor for owned in adapter.owned()), *adapter.borrowed()]
+        for shown in in_use:
+            shown.disown(live)
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the
@@ -358,11 +374,6 @@ class StateDictTensors:
                 "the handle's value from the next offload on" if self._readonly else "lost",
             )
         return bool(names)
-
-
-def handed_out() -> list[StateDictTensors]:
-    """The `StateDictTensors` of every object of which anybody holds a tensor of a state dict."""
-    return [shown for shown in _IN_USE if shown]
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
