@@ -71,8 +71,8 @@ class Adoption:
         layout = RangeLayout(self._device, adoptees, reserve)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
         copies = []
-        for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
-            storage, nbytes = adoptee.storage, adoptee.nbytes
+        for adoptee, offset, nbytes in zip(adoptees, layout.offsets, layout.sizes, strict=True):
+            storage = adoptee.storage
             if storage.device == self._device.torch_device:
                 copies.append(Copy(storage.data_ptr(), slab.address + offset, nbytes))
             else:

@@ -96,22 +96,19 @@ class RangeLayout:
     def move_in(self) -> None:
         """Point every adoptee to its place and drop its old memory. The caller has saved the bytes.
         Idempotent."""
-        for index in range(len(self._adoptees)):
-            self._move_in(index)
-
-    def _move_in(self, index: int) -> None:
-        adoptee, way, nbytes = self._adoptees[index], self.ways[index], self.sizes[index]
-        if nbytes and self._pool is not None and way == "pool":
-            self._pool.take(self._pool_index[index], adoptee.storage)
-        elif nbytes:
-            home = self._device.view(self.addresses, self.offsets[index], nbytes).untyped_storage()
+        places = zip(self._adoptees, self.ways, self.offsets, self.sizes, strict=True)
+        for index, (adoptee, way, offset, nbytes) in enumerate(places):
+            if not nbytes:
+                continue
+            storage = adoptee.storage
+            if way == "pool" and self._pool is not None:
+                self._pool.take(self._pool_index[index], storage)
+                continue
+            home = self._device.view(self.addresses, offset, nbytes).untyped_storage()
             if way == "rebind":
                 point_all((*adoptee.bases, *adoptee.aliases), home)
-            elif (adoptee.storage.data_ptr(), adoptee.storage.nbytes()) != (
-                home.data_ptr(),
-                nbytes,
-            ):
-                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+            elif (storage.data_ptr(), storage.nbytes()) != (home.data_ptr(), nbytes):
+                storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. `move_in` must not

@@ -234,15 +234,13 @@ class ManagedStorage(Storage):
         return stray_references(self.ranges, self.adapter.lasting_gradients())
 
     def count_uses(self) -> None:
-        """Count once the references that each new storage has by right. Called when placement
-        itself holds none of them."""
-        if all(r.counted is not None for r in self.ranges):
-            return
-        if uncounted(self.ranges):
+        """Count once the references that each new storage has by right, and note its version
+        counter. Called when placement itself holds none of them."""
+        if new := uncounted(self.ranges):
             # Since the last look rebinding has given tensors another storage, which has not been
             # written yet.
             self.object_ranges.note_more_versions(self.scanner.versions_now())
-        count_uses(self.ranges)
+            count_uses(new)
 
     # --- the host copy
 
@@ -324,7 +322,6 @@ class ManagedStorage(Storage):
             self.look_at_framework_memory()
             self.scanner.align_wrappers()
             self.count_uses()
-            self.object_ranges.note_versions(self.scanner.versions)
             if was_on_device:
                 # else the old memory stays in torch's cache, where neither other processes nor our
                 # chunks can use it

@@ -12,7 +12,7 @@ import torch
 
 from placement.storage.range import Range
 from placement.storage.scan import alias_tables
-from placement.tensors.alive import PlacedStorage, storage_use_count
+from placement.tensors.alive import storage_use_count
 
 # for stray references to go away before they are reported, with a process group
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
@@ -29,27 +29,20 @@ def known_aliases(
     return total
 
 
-def uncounted(ranges: Iterable[Range]) -> list[PlacedStorage]:
-    """The storages whose rightful references are not counted yet."""
-    return [
-        entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0
-    ]
+def uncounted(ranges: Iterable[Range]) -> list[Range]:
+    """The ranges with storages whose rightful references are not counted yet."""
+    return [r for r in ranges if r.counted is None]
 
 
 def count_uses(ranges: Iterable[Range]) -> None:
     """Count, once for each storage, its references of now without those of known tensors. So many
     it has by right."""
-    entries = uncounted(ranges)
-    for entry, known in zip(
-        entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True
-    ):
-        entry.use_count = entry.uses() - known
     for r in ranges:
-        if r.counted is None:
-            r.counted = (
-                [entry.ref.cdata for entry in r.placed],
-                [entry.use_count for entry in r.placed],
-            )
+        storages = [entry.ref.cdata for entry in r.placed]
+        for entry, num_known in zip(r.placed, known_aliases(storages), strict=True):
+            if entry.use_count == 0:
+                entry.use_count = entry.uses() - num_known
+        r.counted = storages, [entry.use_count for entry in r.placed]
 
 
 def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
