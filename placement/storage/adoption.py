@@ -6,7 +6,9 @@ of a run cannot lack it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from placement.devices.base import Device
 from placement.devices.host.slab import cut
@@ -14,6 +16,21 @@ from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.storage.fingerprints import used_bytes
 from placement.storage.layout import ALIGNMENT, Adoptee, RangeLayout, byte_view, expected_bytes
 from placement.storage.range import Range
+
+
+def start_saving(
+    device: Device, slab: HostSlab, pieces: Iterable[tuple[torch.UntypedStorage, int, int, int]]
+) -> None:
+    """Start copying pieces of new storages to a slab: (storage, offset in it, offset in the slab,
+    bytes). What lies on another device is there when this returns."""
+    copies = []
+    for storage, start, offset, nbytes in pieces:
+        if storage.device == device.torch_device:
+            copies.append(Copy(storage.data_ptr() + start, slab.address + offset, nbytes))
+        else:
+            slab.view(offset, nbytes).copy_(byte_view(storage)[start : start + nbytes])
+    if copies:
+        device.copy(copies, "to_host")
 
 
 class Adoption:
@@ -70,17 +87,11 @@ class Adoption:
         reserve = self._device.reserve if in_parts else self._addresses
         layout = RangeLayout(self._device, adoptees, reserve)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
-        copies = []
-        for adoptee, offset, nbytes in zip(adoptees, layout.offsets, layout.sizes, strict=True):
-            storage = adoptee.storage
-            if storage.device == self._device.torch_device:
-                copies.append(Copy(storage.data_ptr(), slab.address + offset, nbytes))
-            else:
-                slab.view(offset, nbytes).copy_(byte_view(storage))
         fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         fresh.when_unused = self._when_unused
-        if copies:
-            self._device.copy(copies, "to_host")
+        places = zip(adoptees, layout.offsets, layout.sizes, strict=True)
+        pieces = [(adoptee.storage, 0, offset, nbytes) for adoptee, offset, nbytes in places]
+        start_saving(self._device, slab, pieces)
         return fresh
 
     def _addresses(self, nbytes: int) -> Addresses:

@@ -36,9 +36,9 @@ from placement.core.journal import logger
 from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
-from placement.devices.memory import Copy, HostSlab, Mark
+from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
-from placement.storage.adoption import Adoption
+from placement.storage.adoption import Adoption, start_saving
 from placement.storage.fingerprints import fingerprints, used_bytes
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
@@ -303,17 +303,12 @@ class ReplicatedStorage(ManagedStorage):
     def _write_share(
         self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab
     ) -> None:
-        copies = []
         spans = spans_of(layout.nbytes, self.device.chunk_bytes, self._ranks.shares)
-        for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):
-            if adoptee.storage.device == self.device.torch_device:
-                copies.append(
-                    Copy(adoptee.storage.data_ptr() + first, slab.address + start, nbytes)
-                )
-            else:
-                slab.view(start, nbytes).copy_(byte_view(adoptee.storage)[first : first + nbytes])
-        if copies:
-            self.device.copy(copies, "to_host")
+        overlaps = _overlaps(adoptees, layout.offsets, spans)
+        pieces = [
+            (adoptee.storage, start, offset, nbytes) for adoptee, offset, start, nbytes in overlaps
+        ]
+        start_saving(self.device, slab, pieces)
         self.device.sync()
 
     def _try_out(self) -> None:

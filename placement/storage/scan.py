@@ -9,7 +9,6 @@ A tensor that was put in place of one of them is known by its name alone. Storag
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections import Counter, defaultdict, deque
@@ -146,20 +145,21 @@ def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
     )
 
 
+def _places(ranges: Sequence[Range]) -> dict[int, int]:
+    """The address of the place of each adopted storage that is alive."""
+    return {
+        entry.ref.cdata: r.layout.addresses.base + entry.offset
+        for r in ranges
+        for entry in r.placed
+        if storage_use_count(entry.ref.cdata)
+    }
+
+
 class _Walk:
     """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`)."""
 
     def __init__(self, tensors: Iterable[Owned], ranges: Sequence[Range]) -> None:
-        placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        addresses = [
-            base + entry.offset
-            for r in ranges
-            for base in (r.layout.addresses.base,)
-            for entry in r.placed
-        ]
-        places = dict(
-            itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed))
-        )
+        places = _places(ranges)
         # There may be tens of thousands of tensors, so the loop has local names.
         self.storages = storages = list[int]()  # the storage of each tensor, in the adapter's order
         # the tensors whose storages are adopted and at their places
@@ -300,9 +300,8 @@ class StorageScanner:
 
     def _note(self, walk: _Walk) -> None:
         """Take what a walk has found as known from now on."""
-        self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
-        self.versions, self._alive = walk.versions, walk.references + hosts
-        self.aliases = dict(Counter([*walk.storages, *(host.cdata for host in hosts)]))
+        self.discovered, self.versions = frozenset(walk.new), walk.versions
+        self._note_aliases(walk.storages, walk.references)
         if (
             walk.storages
             and len(walk.in_place) == len(walk.storages)
@@ -314,6 +313,11 @@ class StorageScanner:
         """The counters of the adopted storages, as of a new look."""
         self.rescan()
         return self.versions
+
+    def _note_aliases(self, storages: list[int], references: list[StorageWeakRef]) -> None:
+        hosts = self._note_borrowed()
+        self._alive = references + hosts
+        self.aliases = dict(Counter([*storages, *(host.cdata for host in hosts)]))
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
@@ -369,19 +373,13 @@ class StorageScanner:
         moved in since. Updates what is known."""
         ranges, storages = self.ranges.all, list(map(_STORAGE, found.tensors))
         keys = list(map(_CDATA, storages))
-        places = {
-            entry.ref.cdata: r.layout.addresses.base + entry.offset
-            for r in ranges
-            for entry in r.placed
-        }
+        places = _places(ranges)
         if not keys or list(map(places.get, keys)) != list(
             map(torch.UntypedStorage.data_ptr, storages)
         ):
             return False
-        hosts = self._note_borrowed()
         self.discovered, self.versions = frozenset(), Versions(keys, found.versions)
-        self._alive = [*(entry.ref for r in ranges for entry in r.placed), *hosts]
-        self.aliases = dict(Counter([*keys, *(host.cdata for host in hosts)]))
+        self._note_aliases(keys, [entry.ref for r in ranges for entry in r.placed])
         self._last = ranges, keys, found.addresses, found.versions
         return True
 
