@@ -1,8 +1,8 @@
 """The end of adoption: every tensor gets ordinary memory again, and its storage leaves the range.
 
-On the device every user of a storage follows. On the host only the tensors that are named follow,
-so all that may use it are looked for: the object's own, those of other handles, and at last those
-of anybody in the process.
+On the device every user of a storage follows. On the host only the tensors that are named follow:
+the object's own, and those of other handles. Where a state dict has shown a place, all tensors of
+the process are searched, too.
 """
 
 from __future__ import annotations

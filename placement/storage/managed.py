@@ -616,7 +616,8 @@ class ManagedStorage(Storage):
             r.pages.prints = slab_prints
         self._show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
-        self.set_ranges(self.ranges + fresh)
+        if fresh:
+            self.set_ranges((*self.ranges, *fresh))
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
