@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from placement.core.errors import EngineError, RegistrationError
-from placement.core.interrupts import reference
 from placement.core.modes import without_modes
+from placement.core.weak import reference
 from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Seen

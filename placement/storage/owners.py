@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from placement.core.interrupts import WeakIdSet
+from placement.core.weak import WeakIdSet
 from placement.storage.range import Range
 
 T = TypeVar("T")

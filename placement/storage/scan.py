@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import WeakIdSet
+from placement.core.weak import WeakIdSet
 from placement.ownership.adapter import Adapter, Seen
 from placement.storage.layout import Adoptee
 from placement.storage.owners import RANGES, Owner

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.interrupts import WeakIdSet
 from placement.core.journal import logger
+from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
