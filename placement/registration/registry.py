@@ -223,8 +223,11 @@ class Registry:
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
             adoption = Adoption(self._device, self._new_slab, self._when_unused)
-            its = self._device, adapter, handle.name, handle.readonly, adoption
-            holding = ManagedStorage(*its) if ranks is None else ReplicatedStorage(*its, ranks)
+            arguments = self._device, adapter, handle.name, handle.readonly, adoption
+            if ranks is None:
+                holding = ManagedStorage(*arguments)
+            else:
+                holding = ReplicatedStorage(*arguments, ranks)
             handle.storage = holding
             with torch.no_grad():
                 holding.adopt()

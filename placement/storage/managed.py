@@ -341,7 +341,7 @@ class ManagedStorage(Storage):
         shared, own = self.adopt_shared(born.lasting)
         fresh = self.take_in(born._replace(lasting=own))
         self.device.sync()
-        self._move_in((*shared, *fresh))
+        self.move_in((*shared, *fresh))
         return any(adoptee.storage.device == self.device.torch_device for adoptee in born.new)
 
     def adopt_shared(
@@ -365,7 +365,7 @@ class ManagedStorage(Storage):
             self.scanner.note_adopted()
         return tuple(fresh)
 
-    def _move_in(self, fresh: tuple[Range, ...]) -> None:
+    def move_in(self, fresh: tuple[Range, ...]) -> None:
         """Point new storages to their places. Their bytes have arrived in the slabs."""
         self.set_ranges((*self.ranges, *fresh))
         for r in fresh:
@@ -415,7 +415,7 @@ class ManagedStorage(Storage):
         if self.watch.has_new:
             here, away = self.scanner.rescan().split(self.device.torch_device)
             fresh = self.take_in(away)
-            self._move_in(fresh)
+            self.move_in(fresh)
             self.unadopted = Unadopted.of([adoptee.storage for adoptee in here])
         if fresh:
             self.scanner.align_wrappers()
@@ -736,7 +736,7 @@ class ManagedStorage(Storage):
         with without_modes():
             if (fresh := self.take_in_created()) is not None:
                 self.device.sync()
-                self._move_in((fresh,))
+                self.move_in((fresh,))
             # state that lacks host memory stays in torch's
             self.watch.expect(self.scanner.rescan())
             # the step has written the state

@@ -333,8 +333,7 @@ class StreamedStep:
                 r.pages.vacate(run, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
-                    self.holding.set_ranges((*self.holding.ranges, bucket.fresh))
-                    bucket.fresh.move_in()
+                    self.holding.move_in((bucket.fresh,))
             self._vacated += 1
 
     def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
