@@ -529,6 +529,9 @@ def install_on_new(handle: Handle) -> None:
         return
     for hook in handle.guards:
         hook.remove()
+        if isinstance(hook, CallGuard) and handle.holding is not None:
+            handle.holding.announce.leaving.remove(hook.refuse)
+            handle.holding.announce.came.remove(hook.allow)
     handle.guards.clear()
     # the old ones, too: what they had is offloaded
     install(handle, {id(module): module for module in (*known, *modules)}.values())
@@ -542,7 +545,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
         calls = CallGuard(ForwardGuard(handle), modules)
-        hooks.append(calls)  # an earlier one, which was removed, does nothing when it is told
+        hooks.append(calls)
         holding.announce.leaving.append(calls.refuse)
         holding.announce.came.append(calls.allow)
         if not holding.on_device:
