@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from placement.core.errors import PhaseError, PlacementError
-from placement.core.interrupts import WeakIdSet, is_background
+from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import (
     PREFIX,
@@ -23,6 +23,7 @@ from placement.core.settings import (
     control_token_of_environment,
 )
 from placement.core.snapshot import Audit, Snapshot, SuspensionRequest, SuspensionStatus, summary
+from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.observe.figures import Figures

@@ -30,7 +30,8 @@ from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage.state_dicts import are_only_read
+from placement.storage.transfer.mirror import mirror
+from placement.storage.watch.state_dicts import are_only_read
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def async_save(
             # them
             with _together(process_group):
                 for holding in filter(None, (manager.handles[name].holding for name in state)):
-                    holding.mirror()
+                    mirror(holding)
                     held.callback(holding.lend_host_copy().set)
                 frozen = {
                     name: _frozen(manager.handles[name], values) for name, values in state.items()

@@ -41,6 +41,7 @@ from placement.frameworks.base import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import is_born, parameters_of
 from placement.registration.guards import Guard
+from placement.registration.state_dicts import hand_out
 from placement.tensors.plain import is_a, is_wrapper, nested_tensors, rewrapped
 
 
@@ -340,7 +341,7 @@ class Optimizer(Part):
         return (
             tensor.detach()
             if (holding := self.handle.holding) is None
-            else holding.hand_out(tensor)
+            else hand_out(holding, tensor)
         )
 
     def _names(self) -> dict[int, str]:

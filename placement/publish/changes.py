@@ -28,6 +28,7 @@ from placement.publish.ahead import ReadAhead, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+from placement.storage.transfer.mirror import mirror
 
 # the integer type that shows a dtype's bits, by its bytes
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -123,7 +124,7 @@ class Published:
             r.pages.prints is not None and r.pages.prints.cpu().equal(prints)
             for r, prints in self.prints.items()
         ):
-            storage.mirror()
+            mirror(storage)
 
 
 class Publication:

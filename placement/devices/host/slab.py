@@ -30,7 +30,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError
-from placement.core.interrupts import WeakIdSet, deferred
+from placement.core.interrupts import deferred
+from placement.core.weak import WeakIdSet
 from placement.devices.base import check_span, round_up, tensor_at
 from placement.devices.host.threads import POOL
 from placement.devices.memory import HostSlab

@@ -31,8 +31,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
-from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
+from placement.core.weak import WeakIdSet
 from placement.devices.base import (
     POISON_WORD,
     Device,
