@@ -163,10 +163,10 @@ class SimulatedDevice(Device):
         # Huge pages are moved as a whole where all addresses are multiples of their size.
         self._alignment = granularity if chunk_bytes % _HUGE_PAGE else _HUGE_PAGE
         self._homes = Homes(0, self._alignment)
-        # the ledger: every chunk that holds memory, by its home
-        self._held: dict[int, tuple[int, Homes]] = {}
+        # the ledger: the bytes of every chunk that holds memory, by its home
+        self._held: dict[int, int] = {}
         # homes of chunks that died, on whatever thread. The next call removes them from the ledger.
-        self._dead: list[int] = []
+        self._dead: list[tuple[int, Homes]] = []
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = _poison_of(self, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
@@ -232,8 +232,8 @@ class SimulatedDevice(Device):
         if not self._homes.has_room(nbytes):
             self._homes = Homes(max(_HOMES_BYTES, nbytes), self._alignment)
         chunk = SimulatedChunk(nbytes, self._homes, self._held)
-        self._held[chunk.home] = nbytes, chunk.homes
-        weakref.finalize(chunk, self._dead.append, chunk.home).atexit = False
+        self._held[chunk.home] = nbytes
+        weakref.finalize(chunk, self._dead.append, (chunk.home, chunk.homes)).atexit = False
         return chunk
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -299,7 +299,7 @@ class SimulatedDevice(Device):
         if any(chunk.is_mapped() for chunk in held):
             raise ValueError("the chunk is still behind addresses: unmap those first")
         for chunk in held:
-            self._free(chunk.home)
+            self._free(chunk.home, chunk.homes)
         if held and self._shared:
             self._shared.claim(self._held_bytes(), 0)
 
@@ -383,12 +383,11 @@ class SimulatedDevice(Device):
 
     def _held_bytes(self) -> int:
         while self._dead:
-            self._free(self._dead.pop())
-        return sum(nbytes for nbytes, _ in self._held.values())
+            self._free(*self._dead.pop())
+        return sum(self._held.values())
 
-    def _free(self, home: int) -> None:
-        if home in self._held:
-            nbytes, homes = self._held.pop(home)
+    def _free(self, home: int, homes: Homes) -> None:
+        if (nbytes := self._held.pop(home, None)) is not None:
             libc.madvise(home, round_up(nbytes, homes.alignment), slab.MADV_DONTNEED)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
@@ -494,7 +493,7 @@ class Homes:
 
 
 class SimulatedChunk(Chunk):
-    def __init__(self, nbytes: int, homes: Homes, ledger: dict[int, tuple[int, Homes]]) -> None:
+    def __init__(self, nbytes: int, homes: Homes, ledger: dict[int, int]) -> None:
         self.nbytes = nbytes
         self.homes = homes
         self.home = homes.take(nbytes)
