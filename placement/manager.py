@@ -9,12 +9,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from placement.core.errors import PhaseError, PlacementError
-from placement.core.interrupts import WeakIdSet, is_background
+from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import (
     PREFIX,
@@ -24,6 +23,7 @@ from placement.core.settings import (
     control_token_of_environment,
 )
 from placement.core.snapshot import Audit, Snapshot, SuspensionRequest, SuspensionStatus, summary
+from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.observe.figures import Figures
@@ -463,12 +463,12 @@ class Manager:
         Raises:
             PhaseError: it was not possible in time, the epoch is an old one, or this thread has a
                 phase open. The message says what is on the device.
-            ValueError: an argument is not a number, or too small.
+            ValueError: an argument is not a number, or too small or large.
         """
         request = SuspensionRequest(
             deadline_seconds=deadline, resume_after_seconds=resume_after_seconds, epoch=epoch
         )
-        return self._stack.suspension.suspend(self._stack.take_snapshot, request)
+        return self._stack.suspension.suspend(request)
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """End a suspension, on all ranks of a group. Does nothing while there is none.
@@ -480,7 +480,7 @@ class Manager:
             PhaseError: the epoch is not that of the last suspension.
             CoordinatorLost: the other ranks cannot be told. This one stays suspended.
         """
-        return self._stack.suspension.resume(self._stack.take_snapshot, epoch)
+        return self._stack.suspension.resume(epoch)
 
     def rejoin(self, group: Group) -> None:
         """Replace the group of ranks by a new one, after a rank was restarted or after
@@ -597,10 +597,8 @@ class Manager:
 
         self._stack.lock.check_process()
         token = control_token_of_environment() if control is None else control
-        controls: Control | None = None
-        if token is not None:
-            asked, read = self._stack.suspension, self._stack.take_snapshot
-            controls = Control(token, partial(asked.suspend, read), partial(asked.resume, read))
+        asked = self._stack.suspension
+        controls = None if token is None else Control(token, asked.suspend, asked.resume)
         if identity is None:
             identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)

@@ -31,7 +31,8 @@ from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage.state_dicts import are_only_read
+from placement.storage.transfer.mirror import mirror
+from placement.storage.watch.state_dicts import are_only_read
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def async_save(
                 for name, values in state.items():
                     handle = manager.handles[name]
                     if handle.holding is not None:
-                        handle.holding.mirror()
+                        mirror(handle.holding)
                         lent_copies.callback(handle.holding.lend_host_copy().set)
                     frozen[name] = _frozen(handle, values)
             return writer(os.getpid()).submit(write)

@@ -41,6 +41,7 @@ from placement.frameworks.base import OwnState, own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import is_born, parameters_of
 from placement.registration.guards import Guard
+from placement.registration.state_dicts import hand_out
 from placement.tensors.plain import is_a, is_wrapper, nested_tensors, rewrapped
 
 
@@ -376,7 +377,7 @@ class Optimizer(Part):
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = self.handle.holding
-        return tensor.detach() if storage is None else storage.hand_out(tensor)
+        return tensor.detach() if storage is None else hand_out(storage, tensor)
 
     def _names(self) -> dict[int, str]:
         """The names of all parameters of the stepped modules, by the parameter's id. With several

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shutil
 import sys
@@ -17,10 +16,10 @@ from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, control_token_of_environment
-from placement.core.snapshot import readable
+from placement.core.snapshot import SuspensionStatus, readable
 from placement.observe.control import TOKEN
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import Target, ask, find_targets, views_of
+from placement.observe.discovery import Target, ask, check_worker, find_targets, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -297,15 +296,21 @@ def run_control(arguments: argparse.Namespace) -> int:
         url = f"{worker.url}/{arguments.command}"
         post = json.dumps(request).encode()
         try:
-            status = json.loads(ask(url, timeout_seconds=seconds, post=post, token=token))
-            word = "suspended" if status["suspended"] else "not suspended"
-            held = readable(status["resident_bytes"])
-            return True, f"{worker.name}: {word}, epoch {status['epoch']}, {held} on the device"
-        except (PlacementError, ValueError, TypeError, KeyError) as error:
+            check_worker(worker, timeout_seconds=seconds)  # before it is sent the token
+            answer = ask(url, timeout_seconds=seconds, post=post, token=token)
+            status = SuspensionStatus.model_validate_json(answer)
+        except (PlacementError, ValueError) as error:
             return False, f"{worker.name}: {error}"
+        word = "suspended" if status.suspended else "not suspended"
+        held = f"{readable(status.resident_bytes)} on the device"
+        is_done = status.suspended is (arguments.command == "suspend")
+        return is_done, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
-    workers = find_targets(_places(arguments))
-    with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+    places = _places(arguments)
+    workers = find_targets(places)
+    if not workers:
+        raise PlacementError(f"no worker has announced itself in {', '.join(places)}")
+    with ThreadPoolExecutor(len(workers)) as pool:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))
     return int(not all(is_done for is_done, _ in answers))
@@ -340,10 +345,15 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_trace)
 
 
+_MOST_SECONDS = 1e6
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0 < seconds <= _MOST_SECONDS:  # the system waits for so long
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0, and at most {_MOST_SECONDS:g}"
+        )
     return seconds
 
 

@@ -198,9 +198,6 @@ def _note_tensors(module: torch.nn.Module, has_tensors: dict[int, bool]) -> bool
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
-NO_CALLS = CallGuard(None, ())  # for an object that cannot be called
-
-
 def _refuse_in_child() -> None:
     """Refuse every guarded module in a forked child, which has neither the parent's device memory
     nor its host copies."""

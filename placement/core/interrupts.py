@@ -6,27 +6,24 @@ cut short by it, and may hold locks. A second Ctrl-C is raised at once. Only the
 receives signals, and only a handler that Python installed (such as its own, which raises
 KeyboardInterrupt) is deferred.
 
-A `WeakIdSet` may be iterated while a collection or another thread changes it. Objects that a
-collection drops on a `BackgroundThread` begin no phase transition there.
+Objects that a collection drops on a `BackgroundThread` begin no phase transition there.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` wraps its functions to return enums, which takes four times as long
 import functools
-import itertools
 import math
-import operator
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 _SIGINT: int = _signal.SIGINT
 _POSTPONED_SECONDS = 0.01  # a callback has returned by then, or postpones it once more
@@ -221,7 +218,7 @@ def _answer_all(calls: _Calls) -> None:
         del job, call, answer  # a finished call must not live on until the next one comes
 
 
-# --- threads and weak references
+# --- threads
 
 
 class BackgroundThread(threading.Thread):
@@ -237,54 +234,3 @@ class BackgroundThread(threading.Thread):
 def is_background() -> bool:
     """Whether phase transitions may wait for the calling thread."""
     return getattr(threading.current_thread(), "is_awaited", False)
-
-
-_ALIVE: Any = weakref.ref.__call__
-_IS_GONE = functools.partial(operator.is_, None)
-
-
-def reference(obj: Any) -> Callable[[], Any]:
-    """A weak reference, so that the holder does not keep the object alive; a strong one where the
-    class allows no weak references."""
-    try:
-        return weakref.ref(obj)
-    except TypeError:
-        return lambda: obj
-
-
-class WeakIdSet(Generic[_T]):
-    """A set of objects by identity. It does not keep them alive.
-
-    `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager
-    may add one, and so may a garbage collection that drops a manager, whose tensors then get
-    ordinary memory. Here each change is one dictionary operation, and an iteration walks a copy. A
-    lock would not help: the collection may come on the thread that holds it.
-    """
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[_T]] = {}
-
-    def add(self, value: _T) -> None:
-        key, references = id(value), self._references
-        references[key] = weakref.ref(value, lambda _: references.pop(key, None))
-
-    def update(self, values: Iterable[_T]) -> None:
-        for value in values:
-            self.add(value)
-
-    def discard(self, value: _T) -> None:
-        self._references.pop(id(value), None)
-
-    def clear(self) -> None:
-        self._references.clear()
-
-    def __contains__(self, value: _T) -> bool:
-        return id(value) in self._references
-
-    def __bool__(self) -> bool:
-        return bool(self._references)
-
-    def __iter__(self) -> Iterator[_T]:
-        # there may be tens of thousands, so C does the work
-        alive = map(_ALIVE, list(self._references.values()))
-        return iter(list(itertools.filterfalse(_IS_GONE, alive)))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from placement.core.interrupts import reference
+from placement.core.weak import reference
 
 
 class MethodCall:

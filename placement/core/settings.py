@@ -160,8 +160,10 @@ class Settings(BaseModel):
     trainer_log: bool = True
     """Whether the integrations add `Manager.metrics` to the log of their trainer."""
     incidents: Annotated[str, BeforeValidator(_folder)] | None = None
-    """A folder for a folder of each incident: an error about memory or bytes, a broken handle. A
-    process keeps its last 8. None: nothing is written."""
+    """A folder for a folder of each incident: an error about memory or bytes, a broken handle.
+    None: nothing is written."""
+    incidents_kept: int = Field(default=8, ge=1)
+    """The number of folders of a manager's incidents that are kept; the oldest goes."""
     turns: str | None = None
     """Whether managers on one GPU take turns: each has it from the entry of its outermost phase
     until everything has left the device. True ("on" in the environment) uses the default folder for
@@ -287,6 +289,7 @@ class SettingsKeywords(TypedDict, total=False):
     discovery: str | None
     trainer_log: bool
     incidents: str | os.PathLike[str] | None
+    incidents_kept: int
     turns: bool | str | os.PathLike[str] | None
     turn_deadline_seconds: float
 

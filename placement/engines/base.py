@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from placement.core.errors import EngineError, RegistrationError
-from placement.core.interrupts import reference
 from placement.core.modes import without_modes
+from placement.core.weak import reference
 from placement.frameworks.base import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.ownership.adapter import Seen
 from placement.ownership.module import ModuleAdapter
 from placement.publish.buckets import WeightInfo, writable
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.tensors.plain import Owned, plain_parts
 
 UNPUBLISHED = "the actor was loaded from a checkpoint, and has not been published since"

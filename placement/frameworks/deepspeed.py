@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from placement.core.interrupts import reference
+from placement.core.weak import reference
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.plain import Owned, loaded_class, nested_tensors

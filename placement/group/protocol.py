@@ -141,6 +141,7 @@ class Proposal(Message):
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base
     their plans."""
     suspension: SuspensionRequest | None = None
+    last_suspension: int = 0  # the epoch of the last one that the rank knows
 
 
 class Basis(Message):
@@ -153,6 +154,7 @@ class Basis(Message):
     is_over: bool = False  # whether the epoch has ended before: then see its decision
     suspension: SuspensionRequest | None = None
     """The suspension that a rank is asked for, and all carry out next; of several the newest."""
+    last_suspension: int = 0  # the last one that any rank knows
 
 
 class Vote(Message):
@@ -267,6 +269,7 @@ class Group:
         self.compares_plans = False
         # what this rank is asked for, of which the next proposal tells the other ranks
         self.suspension: SuspensionRequest | None = None
+        self.last_suspension = 0  # the epoch of the last one, before a proposal and after it
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -308,6 +311,7 @@ class Group:
                 plans_may_differ=self.plans_may_differ,
                 whereabouts=self.whereabouts,
                 suspension=self.suspension,
+                last_suspension=self.last_suspension,
             )
             self.suspension = None
             while True:
@@ -319,6 +323,7 @@ class Group:
                 if isinstance(found, Basis) and not found.is_over:
                     self._forget_earlier()
                     self.compares_plans = found.compares_plans
+                    self.last_suspension = found.last_suspension
                     return found
                 decision = (
                     found
@@ -413,11 +418,12 @@ class Group:
         self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
 
     def is_resumed(self, suspension: int) -> bool:
-        """Whether a rank has noted that a suspension is over. Does not wait."""
+        """Whether a rank has noted that a suspension is over. Does not wait. Raises
+        CoordinatorLost: that cannot be known any more."""
         try:
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
-        except BoardLost:
-            return False  # the next phase transition raises it
+        except BoardLost as error:
+            raise CoordinatorLost(f"suspended, and no rank can resume: {error}") from error
 
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
@@ -435,12 +441,16 @@ class Group:
         may_differ = len({each.whereabouts for each in proposals}) > 1 or any(
             each.plans_may_differ for each in proposals
         )
+        last = max(each.last_suspension for each in proposals)
         wanted = [each.suspension for each in proposals if each.suspension is not None]
+        # a rank that was restarted asks for an old one. It asks again.
+        newer = [request for request in wanted if (request.epoch or 0) > last]
         basis = Basis(
             budget_bytes=least_bytes,
             budget_rank=whose,
             compares_plans=may_differ,
-            suspension=max(wanted, key=lambda request: request.epoch or 0, default=None),
+            suspension=max(newer, key=lambda request: request.epoch or 0, default=None),
+            last_suspension=last,
         )
         self._board.claim(self._key("basis"), basis.encode())
 

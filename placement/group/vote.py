@@ -24,6 +24,10 @@ _ALL_HAVE_LEFT = Plan({})
 entry makes these equal."""
 
 
+class Suspended(PhaseError):
+    """An outermost phase cannot begin now. Caught where phases are entered."""
+
+
 class OtherBudgetError(DeviceMemoryError):
     """A plan does not fit the budget of another rank of the group, which `blames` names with the
     reason."""
@@ -134,16 +138,18 @@ class GroupVote:
             return self.group.agree(plan, stage, lacks_engines)
 
     def suspend_first(self, suspension: SuspensionRequest) -> None:
-        """End this epoch without entering a phase, as all ranks do that heard of a suspension."""
+        """End this epoch without entering a phase, as all ranks do that heard of a suspension.
+        Raises Suspended."""
         self.agree(_ALL_HAVE_LEFT)
-        self._current.has_left, self.agreed = True, suspension
+        self.agreed = suspension
+        raise Suspended
 
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
         it has ended. Returns the error to raise in place of `error`; None to raise `error`
         itself."""
         epoch = self._current
-        if self._is_told(error) or epoch.has_left:
+        if self._is_told(error) or epoch.has_left or isinstance(error, Suspended):
             return None
         if epoch.is_over:
             self._mark(error)

@@ -51,6 +51,8 @@ class Control:
             reason = f"the body has more than {_MOST_BYTES} bytes"
             return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
         body = environ["wsgi.input"].read(int(length))
+        if len(body) < int(length):
+            return _refused(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
         try:
             request = SuspensionRequest.model_validate_json(body or b"{}")
             if environ["PATH_INFO"] == "/suspend":

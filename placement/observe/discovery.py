@@ -214,6 +214,22 @@ def ask(
         ) from error
 
 
+def check_worker(target: Target, *, timeout_seconds: float) -> None:
+    """Raise PlacementError if another process answers than the one that a discovery file names: the
+    file of a killed worker stays, and its port may be taken again."""
+    answer = ask(f"{target.url}/workers", timeout_seconds=timeout_seconds)
+    try:
+        (view,) = json.loads(answer)
+        labels = {label: view["labels"].get(label, value) for label, value in target.labels.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PlacementError(f"{target.url} is no placement worker: {error!r}") from error
+    if labels != target.labels:
+        raise PlacementError(
+            f"{target.url} is another worker now: {labels}, not {dict(target.labels)}. Remove the "
+            "file of the worker that has ended from the discovery folder"
+        )
+
+
 def find_targets(places: Iterable[str]) -> list[Target]:
     """The workers at the given places: URLs of workers, and discovery folders. Raises
     PlacementError: a place is neither."""

@@ -27,7 +27,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import WeakIdSet, reference
+from placement.core.weak import WeakIdSet, reference
 from placement.frameworks.base import Framework
 from placement.tensors.plain import (
     OBJECT_LEVELS,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import WeakIdSet, reference
+from placement.core.weak import WeakIdSet, reference
 from placement.frameworks.base import Advised, answering, frameworks_of
 from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Noted, Steady, refusal
 from placement.tensors.plain import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import WeakIdSet, reference
+from placement.core.weak import WeakIdSet, reference
 from placement.frameworks.base import answering, asked, own_state, stepped_for
 from placement.ownership.adapter import HANDED_BACK, TRACK, Adapter, Seen, SteadyState, refusal
 from placement.ownership.optimizer_state import (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from placement.core.interrupts import reference
+from placement.core.weak import reference
 from placement.frameworks.base import asked, own_state
 from placement.tensors.plain import nested_tensors, parts_of
 

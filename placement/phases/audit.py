@@ -13,7 +13,7 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
-from placement.storage.writes import message
+from placement.storage.watch.writes import message
 
 if TYPE_CHECKING:
     from placement.core.journal import Journal
@@ -200,7 +200,7 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     if holding is None:
         return
     try:
-        drifted = holding.drifted()
+        drifted = holding.watch.drifted(on_device=holding.on_device)
     except RegistrationError as error:  # a tensor of it lies in another handle's memory
         yield Finding(handle=handle.name, what="drift", detail=str(error))
         return
@@ -228,7 +228,8 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             "device in every phase: register it"
         )
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
-    for name in holding.views_left_on_host():
+    views = holding.state_dict_tensors.left_on_host() if holding.on_device else []
+    for _, name in views:
         detail = (
             f"a view of {name} of a state dict, taken while the handle was offloaded, shows the "
             "host copy and not the device"

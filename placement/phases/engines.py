@@ -16,7 +16,7 @@ from placement.phases.moves import Mover
 from placement.phases.transition import Participant, Transition
 from placement.planning.planner import target_of, wanted_tags
 from placement.registration.handle import Handle
-from placement.storage.managed import MoveResult
+from placement.storage.move import MoveResult
 
 
 def _residency_of(engine: Handle) -> Residency:

@@ -12,7 +12,7 @@ from placement.core.states import Plan, State
 from placement.devices.base import Device
 from placement.phases.transition import Participant, Transition
 from placement.registration.handle import Handle
-from placement.storage.writes import Change, message
+from placement.storage.watch.writes import Change, message
 
 _WRITES = ("written", "in a written page")
 

@@ -5,21 +5,18 @@ Off unless `Settings.incidents` names a folder: nothing is written to a disk una
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic_core import to_json
 
 from placement.core.errors import (
     BrokenHandleError,
@@ -28,6 +25,7 @@ from placement.core.errors import (
     IntegrityError,
 )
 from placement.core.journal import Journal, logger
+from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import IDLE, Plan
 from placement.observe.nvml import processes_on
@@ -37,7 +35,6 @@ _KINDS = (
     *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
     torch.OutOfMemoryError,
 )
-_KEPT = 8  # the folders of one process; the oldest goes
 _RECORDS = 500  # the end of the journal
 _NOTE = "placement: incident: "
 
@@ -50,48 +47,44 @@ class Incidents:
 
     def __init__(
         self,
-        directory: str | None,
+        settings: Settings,
         take_snapshot: Callable[[], Snapshot],
         take_audit: Callable[[Plan], Audit],
         journal: Journal,
         gpu: str,
     ) -> None:
-        self._directory = directory
+        self._directory, self._num_kept = settings.incidents, settings.incidents_kept
         self._take_snapshot, self._take_audit = take_snapshot, take_audit
         self._journal, self._gpu = journal, gpu
         self._folders: deque[Path] = deque()
         self._broken: set[str] = set()  # names of the handles that were broken at the last error
 
-    def report(self, error: BaseException, told: BaseException | None = None) -> None:
-        """Write the folder of an error. `told`: the error that the user sees instead of it."""
-        with self.of(error, told=told):
-            pass
-
-    @contextmanager
-    def of(
+    def report(
         self,
-        error: BaseException | None,
+        error: BaseException,
         phase: str | None = None,
         plan: Plan | None = None,
         told: BaseException | None = None,
-    ) -> Iterator[None]:
-        """Write the folder of an error, if it is an incident, and name it in the error's last line
-        once the block has ended. `phase`: the one that was to begin or to end; None: the open
-        one."""
+    ) -> None:
+        """Write the folder of an error, if it is an incident and has none yet, and name it in the
+        error's last line.
+        `phase`: the one that was to begin or to end; None: the open one.
+        `told`: the error that the user sees instead of this one."""
+        if self._directory is None:
+            return
         seen = error if told is None else told
-        folder = None
-        is_named = any(note.startswith(_NOTE) for note in getattr(seen, "__notes__", ()))
-        if self._directory is not None and error is not None and not is_named:
-            try:
-                folder = self._write(Path(self._directory), error, phase, plan)
-            except Exception as failure:
-                logger.warning("an incident cannot be written: %s", failure)
+        notes = getattr(seen, "__notes__", None) or []
+        for note in notes:
+            if str(note).startswith(_NOTE):
+                notes.remove(note)
+                notes.append(note)
+                return
         try:
-            yield
-        finally:
-            if folder is not None and seen is not None:
-                with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
-                    seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+            folder = self._write(Path(self._directory), error, phase, plan)
+            if folder is not None:
+                seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+        except Exception as failure:  # also of an exception that refuses notes
+            logger.warning("an incident cannot be written, or not be named: %s", failure)
 
     def _write(
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
@@ -103,46 +96,41 @@ class Incidents:
         targets = {handle.name: handle.state for handle in snapshot.handles}
         plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
         when = time.strftime("%Y%m%d-%H%M%S")
-        head = {
+        incident = {
             "time": when,
-            "error": f"{type(error).__name__}: {error}",
+            "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
             "phase": phase or (snapshot.phases or (IDLE,))[-1],
             "plan": plan,
             "processes": processes_on(self._gpu),
         }
+        records, failures = [*self._journal], [*self._journal.failures]
+        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
+        trace = "".join(traceback.format_exception(error))
+        writers: dict[str, Callable[[Path], object]] = {
+            "incident.json": lambda file: file.write_bytes(to_json(incident)),
+            "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
+            "journal.json": lambda file: file.write_bytes(to_json(journal)),
+            "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(plan))),
+            "traceback.txt": lambda file: file.write_text(trace, errors="backslashreplace"),
+            "torch_memory.pickle": _dump_torch_memory,
+        }
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
-        if len(self._folders) > _KEPT:
+        if len(self._folders) > self._num_kept:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        records, failures = [*self._journal], [*self._journal.failures]
-        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
-        contents: dict[str, Callable[[], str | None]] = {
-            "incident.json": partial(json.dumps, head, default=_plain),
-            "snapshot.json": snapshot.model_dump_json,
-            "journal.json": partial(json.dumps, journal, default=_plain),
-            "audit.json": lambda: self._take_audit(plan).model_dump_json(),
-            "traceback.txt": lambda: "".join(traceback.format_exception(error)),
-            "torch_memory.pickle": partial(_dump_torch_memory, folder),
-        }
-        for name, content in contents.items():
+        for name, write in writers.items():
             try:
-                if (text := content()) is not None:
-                    (folder / name).write_text(text)
+                write(folder / name)
             except Exception as failure:
+                with suppress(OSError):  # a full disk has taken a part of it
+                    (folder / name).unlink()
                 logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
         return folder
 
 
-def _plain(value: Any) -> Any:
-    """The plain form of plans, records and their parts, which JSON has none for."""
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return sorted(value) if isinstance(value, Set) else dict(value)
-
-
-def _dump_torch_memory(folder: Path) -> None:
+def _dump_torch_memory(file: Path) -> None:
     """torch's record of its allocations, where the user has switched that on
     (`torch.cuda.memory._record_memory_history`)."""
     if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
-        torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
+        torch.cuda.memory._dump_snapshot(str(file))

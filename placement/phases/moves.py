@@ -25,7 +25,8 @@ from placement.phases.transition import Transition
 from placement.planning.planner import target_of
 from placement.registration import guards
 from placement.registration.handle import PATHS, Handle, Node
-from placement.storage.managed import ManagedStorage, MoveResult
+from placement.storage.managed import ManagedStorage
+from placement.storage.move import MoveResult
 from placement.storage.pages import ChunkPool
 from placement.storage.transfer.exchange import Exchange
 from placement.storage.transfer.verification import Verifier
@@ -385,7 +386,7 @@ class Mover:
         if (
             trigger is Trigger.LOAD
             and handle not in self._told_of_views
-            and holding.warn_of_views()
+            and holding.state_dict_tensors.warn_of_views()
         ):
             self._told_of_views.add(handle)
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names

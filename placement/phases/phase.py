@@ -27,7 +27,7 @@ from placement.core.interrupts import deferred, is_background
 from placement.core.modes import without_modes
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
-from placement.group.vote import GroupVote
+from placement.group.vote import GroupVote, Suspended
 from placement.planning.planner import Planner, meant, with_kept
 from placement.registration.handle import Handle
 
@@ -46,10 +46,6 @@ def _holder_name(holder: Any) -> str:
         if isinstance(holder, asyncio.Task)
         else f"thread {holder.name!r}"
     )
-
-
-class Suspended(PlacementError):
-    """An outermost phase cannot begin now. Caught where phases are entered."""
 
 
 _NO_PLAN = Plan({})
@@ -171,16 +167,19 @@ class OpenPhases:
     def with_kept(self, plan: Plan) -> Plan:
         return with_kept(plan, self.kept, self._handles)
 
+    def plan_in_any_case(self, phases: Sequence[OpenPhase]) -> tuple[Plan, list[Exception]]:
+        """As `plan_of`. If the policy gives no plan: everything is offloaded, and the error."""
+        try:
+            return self.plan_of(phases), []
+        except PolicyError as error:
+            return self.all_offloaded(), [error]
+
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
         """The plan that applies once an open phase has ended. A phase inside it goes on deciding
         about the handles of its `only`. For all others the phase around the one that ends decides,
         except that nothing is loaded: the room may be taken. If the policy gives no plan:
         everything is offloaded, and the error."""
-        failures: list[Exception] = []
-        try:
-            plan = self.plan_of(self.all[: self.all.index(leaving)])
-        except PolicyError as error:
-            plan, failures = self.all_offloaded(), [error]
+        plan, failures = self.plan_in_any_case(self.all[: self.all.index(leaving)])
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
@@ -217,7 +216,7 @@ class OpenPhases:
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
-    `sweep`: called at the beginning of each; `tidy`: at its end, also after an error.
+    `sweep`: called at the beginning of each; `at_end`: at its end, also after an error.
     `report`: called with the error of one that failed.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
     other ranks."""
@@ -227,13 +226,13 @@ class TransitionLock:
         device: Device,
         vote: GroupVote | None,
         sweep: Callable[[], None],
-        tidy: Callable[[], None],
+        at_end: Sequence[Callable[[], None]],
         report: Callable[[BaseException], None],
         is_outside: Callable[[], bool],
     ) -> None:
         self._device = device
         self.vote = vote
-        self._sweep, self._tidy = sweep, tidy
+        self._sweep, self._at_end = sweep, at_end
         self._report = report
         self.is_outside = is_outside
         self._lock = threading.RLock()
@@ -284,6 +283,8 @@ class TransitionLock:
                         self._is_busy = False
                     if raises_own or told is None:
                         raise
+                    for note in getattr(raised, "__notes__", None) or ():
+                        told.add_note(str(note))
                     try:
                         raise told from raised
                     finally:
@@ -317,7 +318,8 @@ class TransitionLock:
                 self._report(error)
                 raise
             finally:
-                self._tidy()
+                for call in self._at_end:
+                    call()
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
@@ -385,7 +387,7 @@ class Transitions(Protocol):
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None: ...
     def done_with(self, phase: OpenPhase, wanted: Handle | str) -> None: ...
     def abandon(self, phase: OpenPhase) -> None: ...
-    def wait_until_resumed(self, phase: str) -> None: ...
+    def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None: ...
     def suspend_with_ranks(self) -> None: ...
     def known(self, wanted: Handle | str) -> Handle: ...
 
@@ -516,16 +518,15 @@ class PhaseContext(Phase):
 
     def __enter__(self) -> Phase:
         try:
-            self._stack.wait_until_resumed(self.name)
-            while not self._enters():  # it was suspended meanwhile
-                self._stack.wait_until_resumed(self.name)
+            if not self._enters():
+                self._stack.enter_when_resumed(self.name, self._enters)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
             self.abandon()
             raise
         return Phase(self._stack, self.phase)
 
     def _enters(self) -> bool:
-        """Enter the phase, unless the manager is suspended."""
+        """Enter the phase, unless a suspension comes first."""
         try:
             with self._stack.lock.attempt(begins=True):
                 if self._was_entered:
@@ -555,9 +556,12 @@ class PhaseContext(Phase):
             and self.phase not in self._stack.phases.all
         ):
             return  # an error that passed through a phase around it has left it
-        with self._stack.lock.attempt(raises_own=True, error=error):
-            self._stack.leave(self.phase, error)
-        self._stack.suspend_with_ranks()
+        try:
+            with self._stack.lock.attempt(raises_own=True, error=error):
+                self._stack.leave(self.phase, error)
+        finally:
+            if self._stack.lock.vote is not None:
+                self._stack.suspend_with_ranks()
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in

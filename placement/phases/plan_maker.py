@@ -3,6 +3,7 @@ moves."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from placement.core.errors import BrokenHandleError, EngineError, PhaseError, Pl
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
 from placement.group.vote import GroupVote
-from placement.phases.phase import OpenPhase, Suspended, innermost
+from placement.phases.phase import OpenPhase, innermost
 from placement.planning.planner import (
     Planner,
     check_fits,
@@ -32,6 +33,8 @@ class PhaseRequest(NamedTuple):
     enclosing: Plan | None
     around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
     kept: frozenset[str]  # names of the handles that the phase before kept
+    # tells the other ranks of suspensions, with the proposal
+    telling: AbstractContextManager[None] = nullcontext()
 
 
 class PlanMaker:
@@ -128,14 +131,14 @@ class GroupPlanMaker(PlanMaker):
         action = f"{verb} {wanted.name}"
         if wanted.only is not None:
             action += f" only={','.join(sorted(wanted.only))}"
-        self._planner.least = basis = self.vote.propose(
-            action,
-            lambda: self._planner.budget_bytes(wanted.name),
-            self._planner.whereabouts,
-        )
-        if basis.suspension is not None:
-            self.vote.suspend_first(basis.suspension)
-            raise Suspended
+        with wanted.telling:
+            self._planner.least = basis = self.vote.propose(
+                action,
+                lambda: self._planner.budget_bytes(wanted.name),
+                self._planner.whereabouts,
+            )
+            if basis.suspension is not None:
+                self.vote.suspend_first(basis.suspension)
         return super().make(verb, wanted)
 
     def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:

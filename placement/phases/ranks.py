@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from placement.group.vote import Agree, GroupVote
 from placement.phases.transition import Participant, Transition
 
+_NOTHING = nullcontext()
 # what ranks propose to one another as the next stage, once engines have left
 _AFTER_ENGINES = "move what is left"
 
@@ -47,14 +49,23 @@ class Ranks(Participant):
 class LeavingRanks(Participant):
     """Tells the group that this rank has left a phase, or the device, with the errors of that. What
     was offloaded stays so, whatever the other ranks say. `action`: the same text on all ranks.
-    `error`: the user's exception that propagates."""
+    `error`: the user's exception that propagates.
+    `telling`: tells them of suspensions meanwhile."""
 
-    def __init__(self, vote: GroupVote, action: str, error: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        vote: GroupVote,
+        action: str,
+        error: BaseException | None = None,
+        telling: AbstractContextManager[None] = _NOTHING,
+    ) -> None:
         self._vote = vote
         self._action = action
         self._error = error
+        self._telling = telling
 
     def finish(self, transition: Transition) -> None:
-        transition.errors = self._vote.left(
-            self._action, transition.plan, transition.errors, self._error
-        )
+        with self._telling:
+            transition.errors = self._vote.left(
+                self._action, transition.plan, transition.errors, self._error
+            )

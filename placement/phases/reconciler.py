@@ -63,6 +63,7 @@ class Reconciler:
         """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
             self._participants.append(Verification(verifier))
+        self.has_engines = False  # whether a handle was registered that is an engine, or may be one
         self.set_vote(vote)
         # handles that are on the device although the last phase transition wanted them off it
         self.left_behind: tuple[Handle, ...] = ()
@@ -83,18 +84,22 @@ class Reconciler:
     def take_in(self, handle: Handle) -> None:
         """Have what moves a new handle take part from now on."""
         may_be_engine = handle.kind == "engine" or not handle.is_built
-        has_engines = any(isinstance(each, Engines) for each in self._participants)
-        if may_be_engine and not has_engines:
+        if may_be_engine and not self.has_engines:
+            self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back_engines(self) -> None:
-        """Have engines take part again that were lost and restarted. Their states follow."""
+    def take_back_engines(self, *, asks_all: bool = False) -> list[str]:
+        """Have engines take part again that were restarted. Their states follow. Returns their
+        names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
+        names = []
         for handle in self._handles.values():
             residency = handle.storage
-            if isinstance(residency, Residency) and residency.doubt is not None:
-                with suppress(EngineError):  # it does not answer yet, or cannot be asked
+            if isinstance(residency, Residency) and (asks_all or residency.doubt is not None):
+                with suppress(EngineError):  # it was not, does not answer yet, or cannot be asked
                     handle.object.reattach()
                     self._mover.each_repaired([handle], lambda _: None)
+                    names.append(handle.name)
+        return names
 
     # --- all or nothing
 
@@ -167,12 +172,16 @@ class Reconciler:
         failures: Sequence[Exception] = (),
         *,
         leaving: LeavingRanks | None = None,
+        raises_changes: bool = True,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
         on the device. Returns `failures` and the errors.
-        `leaving`: tells the other ranks how far this one came."""
+        `leaving`: tells the other ranks how far this one came.
+        `raises_changes`: whether changes to offloaded handles are errors of this transition."""
         num_moves = self._journal.num_moves
-        mover, participants = self._mover, [self.changes, *self._participants]
+        mover, participants = self._mover, [*self._participants]
+        if raises_changes:
+            participants.insert(0, self.changes)
         if leaving is not None:
             participants.append(leaving)
         transition = Transition(
@@ -186,7 +195,8 @@ class Reconciler:
         if transition.offloads:
             with suppress(Exception):  # a device that failed says so below
                 self._wait_for_work()
-        self.prefetcher.pause()
+        if self.prefetcher.has_any:
+            self.prefetcher.pause()
         for participant in participants:
             try:
                 participant.prepare(transition)

@@ -7,24 +7,24 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement.core import interrupts
-from placement.core.errors import CoordinatorLost, PhaseError
+from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
-from placement.group.vote import Agree, GroupVote
+from placement.group.vote import Agree, GroupVote, Suspended
 from placement.phases import audit
 from placement.phases.incidents import Incidents
-from placement.phases.phase import OpenPhase, OpenPhases, Suspended, TransitionLock
+from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
@@ -43,6 +43,10 @@ _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
     "unregister() first"
+)
+_RESTARTED = (
+    "engine {!r} was restarted, and its memory was counted as that of others. It is where the open "
+    "phase wants it now: begin the phase again"
 )
 
 
@@ -80,17 +84,19 @@ class PhaseStack:
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
         self.incidents = Incidents(
-            settings.incidents, self.take_snapshot, self.take_audit, journal, device.uuid
+            settings, self.take_snapshot, self.take_audit, journal, device.uuid
         )
         self.lock = TransitionLock(
             device,
             vote,
             self._sweep,
-            self._end_turn,
+            [] if self.reconciler.turn is None else [self._end_turn],
             self.incidents.report,
             lambda: all(each.is_abandoned for each in self.phases.all),
         )
-        self.suspension = Suspension(self.lock, self.phases, self._handles, self._leave_the_device)
+        self.suspension = Suspension(
+            self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
+        )
 
     @contextmanager
     def _for_a_step(self) -> Iterator[None]:
@@ -133,16 +139,19 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            if not phases.all and phases.is_suspended:
+            if not phases.all and self.suspension.comes_first:
                 raise Suspended
-            back = phases.plan_of(phases.all)
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)
-            wanted = PhaseRequest(phase.name, phase.only, back, phases.all, phases.kept)
+            enclosing = None if phase.only is None else phases.plan_of(phases.all)
+            vote = self.lock.vote
+            telling = _NOTHING if phases.all or vote is None else self.suspension.telling(vote)
+            wanted = PhaseRequest(
+                phase.name, phase.only, enclosing, phases.all, phases.kept, telling
+            )
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            with _NOTHING if phases.all else self._telling_ranks():
-                self._change(phase, "enter", wanted, back)
+            self._change(phase, "enter", wanted)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -151,14 +160,13 @@ class PhaseStack:
             around = phases.all[:-1]
             enclosing = None if only is None else phases.plan_of(around)
             self._note_end(phase)
-            kept = phases.kept | self._worth_keeping(phase)
-            self._change(
-                phase, "switch to", PhaseRequest(name, only, enclosing, around, kept), phase.plan
-            )
+            kept = phases.kept
+            if phase.kept:
+                kept |= self._worth_keeping(phase)
+            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept))
 
-    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest, back: Plan) -> None:
-        """Begin the wanted phase. If that fails, every handle goes to where it was before (`back`
-        and the keeps)."""
+    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest) -> None:
+        """Begin the wanted phase. If that fails, every handle goes to where it was before."""
         phases = self.phases
         self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(wanted.name, wanted.only)
@@ -171,12 +179,16 @@ class PhaseStack:
                 self.reconciler.enter(wanted.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                with self.incidents.of(error, wanted.name, self.reconciler.plan_maker.latest):
-                    self._journal.enter_phase(phases.name, phases.only)
-                    # Not where the group's decision is unknown: other ranks may have entered the
-                    # phase. Going back could be as wrong as going on.
-                    if not isinstance(error, CoordinatorLost):
-                        _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
+                self.incidents.report(error, wanted.name, self.reconciler.plan_maker.latest)
+                self._journal.enter_phase(phases.name, phases.only)
+                if isinstance(error, DeviceMemoryError):
+                    for name in self.reconciler.take_back_engines(asks_all=True):
+                        error.add_note(f"placement: {_RESTARTED.format(name)}")
+                # Not where the group's decision is unknown: other ranks may have entered the
+                # phase. Going back could be as wrong as going on.
+                if not isinstance(error, CoordinatorLost):
+                    back, _ = phases.plan_in_any_case(phases.all)
+                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*wanted.around, phase), wanted.kept
         self._expire_keeps(plan)
@@ -188,34 +200,29 @@ class PhaseStack:
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
-        with self.lock.transition(), self.incidents.of(error, phase.name, phase.plan):
+        with self.lock.transition():
             phases = self.phases
-            if isinstance(error, GeneratorExit) and self._is_around_others(phase):
-                phase.is_abandoned = True  # it ends with the last of these
-                return
-            if error is not None and phase in phases.all:
-                # the exception passes through them: their own `with` statements leave them no more
-                for inner in phases.inside(phase):
-                    inner.is_abandoned |= not inner.in_any_order
-                self._leave_abandoned()
+            if error is not None:
+                self.incidents.report(error, phase.name, phase.plan)
+                if isinstance(error, GeneratorExit) and self._is_around_others(phase):
+                    phase.is_abandoned = True  # it ends with the last of these
+                    return
+                self._leave_phases_inside(phase)
             phases.require_leavable(phase)
             others = phases.without(phase)
-            telling = _NOTHING if others else self._telling_ranks()
-            with telling, self._leaving_to(others) as left_to:
+            leaving = None
+            if (vote := self.lock.vote) is not None:
+                telling = _NOTHING if others else self.suspension.telling(vote)
+                leaving = LeavingRanks(vote, f"leave {phase.name}", error, telling)
+            with self._leaving_to(others) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
                     plan, failures = phases.plan_after(phase)
-                    phases.kept = self._worth_keeping(phase)
-                    plan, vote = phases.with_kept(plan), self.lock.vote
-                    failures = self.reconciler.retreat(
-                        left_to,
-                        plan,
-                        failures,
-                        leaving=None
-                        if vote is None
-                        else LeavingRanks(vote, f"leave {phase.name}", error),
-                    )
+                    if phase.kept:
+                        phases.kept = self._worth_keeping(phase)
+                        plan = phases.with_kept(plan)
+                    failures = self.reconciler.retreat(left_to, plan, failures, leaving=leaving)
                 except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
                     more = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
@@ -233,6 +240,14 @@ class PhaseStack:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
 
+    def _leave_phases_inside(self, phase: OpenPhase) -> None:
+        """Leave the phases inside one through which an exception passes: their own `with`
+        statements leave them no more."""
+        if phase in self.phases.all:
+            for inner in self.phases.inside(phase):
+                inner.is_abandoned |= not inner.in_any_order
+            self._leave_abandoned()
+
     @contextmanager
     def _leaving_to(self, others: Sequence[OpenPhase]) -> Iterator[str]:
         """Count what happens inside for the innermost of the phases that stay open. Gives its
@@ -249,17 +264,15 @@ class PhaseStack:
 
     # --- suspending
 
-    def wait_until_resumed(self, phase: str) -> None:
-        """Wait, before an outermost phase begins, while the manager is suspended."""
-        if self.phases.all:
-            return
-        self.suspend_with_ranks()
-        self.suspension.wait(phase)
-
-    def _telling_ranks(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of suspensions as an outermost phase begins or ends inside."""
-        vote = self.lock.vote
-        return _NOTHING if vote is None else self.suspension.telling(vote)
+    def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None:
+        """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
+        returns that there is another suspension."""
+        with interrupts.deferred(), self.suspension.waiting():
+            is_open = False
+            while not is_open:
+                self.suspend_with_ranks()
+                self.suspension.wait(phase)
+                is_open = enters()
 
     def suspend_with_ranks(self) -> None:
         """Carry out the suspension on which all ranks have agreed, if there is one: all of them
@@ -268,21 +281,21 @@ class PhaseStack:
         if vote is None or vote.agreed is None:
             return
         wanted, vote.agreed = vote.agreed, None
-        failures: list[Exception] = [PhaseError("it was interrupted")]
-        try:
-            with self.lock.attempt(raises_own=True), self.lock.transition():
-                leaving = LeavingRanks(vote, f"suspend {wanted.epoch}")
-                failures = self._leave_the_device(leaving)
-        finally:
-            self.suspension.conclude(wanted, failures)
+        concluding = self.suspension.concluding(wanted)
+        with concluding, self.lock.attempt(raises_own=True), self.lock.transition():
+            self._leave_the_device(LeavingRanks(vote, f"suspend {wanted.epoch}"))
 
-    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> list[Exception]:
-        """Take every handle off the device, outside every phase. Returns what failed."""
+    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
+        """Take every handle off the device, outside every phase. Raises what failed, but not
+        changes to offloaded handles: the worker's next phase raises those."""
         self._expire_keeps()
-        failures = self.reconciler.retreat(IDLE, self.phases.all_offloaded(), leaving=leaving)
+        self.reconciler.take_back_engines(asks_all=True)
+        plan = self.phases.all_offloaded()
+        failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
+        if failures:
+            _raise_all(failures)
         self.reconciler.trim()
         self.reconciler.measure(IDLE)
-        return failures
 
     # --- within a phase
 
@@ -493,7 +506,8 @@ class PhaseStack:
         was abandoned, before a phase transition begins."""
         if self._gone:
             self._forget_collected()
-        self.reconciler.take_back_engines()
+        if self.reconciler.has_engines:
+            self.reconciler.take_back_engines()
         self._leave_abandoned()
 
     def _end_turn(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
@@ -30,10 +31,19 @@ _PAUSE_SECONDS = 0.05
 _LOOK_SECONDS = (0.001, 0.05)
 
 
+@dataclass(eq=False)
+class _Asked:
+    """The request of one thread that waits, and its answer."""
+
+    request: SuspensionRequest
+    answer: Future[None] = field(default_factory=Future)
+
+
 class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
-    `carry_out`: takes every handle off the device; called with the manager's lock held.
+    `read`: takes a snapshot. `carry_out`: takes every handle off the device, or raises; called with
+    the manager's lock held.
     """
 
     def __init__(
@@ -41,86 +51,105 @@ class Suspension:
         lock: TransitionLock,
         phases: OpenPhases,
         handles: Mapping[str, Handle],
-        carry_out: Callable[[], list[Exception]],
+        read: Callable[[], Snapshot],
+        carry_out: Callable[[], None],
     ) -> None:
         self._lock, self._phases, self._handles = lock, phases, handles
-        self._carry_out = carry_out
+        self._read, self._carry_out = read, carry_out
         self._mutex = threading.Lock()
         self.epoch = 0  # the number of the last suspension; 0: there was none
-        # what threads ask for while they wait, and how it ends
-        self._asked: list[tuple[SuspensionRequest, Future[None]]] = []
-        self._is_told = False  # whether the other ranks may know it: nothing can be taken back
+        self._asked: list[_Asked] = []
+        self._taken_up: list[_Asked] = []  # those of them that cannot be taken back any more
+        # for each phase that waits: the last suspension that had ended before
+        self._waiting: list[int] = []
 
     @property
-    def is_on(self) -> bool:
+    def comes_first(self) -> bool:
+        """Whether an outermost phase has to wait: for the end of a suspension, or, without a group,
+        for the thread that asks for one."""
+        if self._asked and self._lock.vote is None and not self._owes_a_phase:
+            return True
         return self._phases.is_suspended
+
+    @property
+    def _owes_a_phase(self) -> bool:
+        """Whether a phase waits that has waited for a suspension already. It begins before the next
+        suspension, so that threads that ask again and again do not keep it out."""
+        return not self._phases.is_suspended and any(last != self.epoch for last in self._waiting)
 
     # --- asking
 
     def suspend(
-        self,
-        read: Callable[[], Snapshot],
-        request: SuspensionRequest,
-        has_gone: Callable[[], bool] = lambda: False,
+        self, request: SuspensionRequest, has_gone: Callable[[], bool] = lambda: False
     ) -> SuspensionStatus:
         """See `Manager.suspend`. `has_gone`: whether the one who asks is no longer there."""
-        for phase in self._phases.all:
-            if phase.holder in (threading.current_thread(), here()):
-                raise self._refused(
-                    f"this thread has phase {phase.name!r} open, and would wait for itself. Leave "
-                    "it first, or ask in another thread"
-                )
-        until = time.monotonic() + request.deadline_seconds
-        answer: Future[None] = Future()
-        asked = request, answer
+        asked, until = _Asked(request), time.monotonic() + request.deadline_seconds
+        with interrupts.deferred():
+            self._lock.check_process()
+            for phase in self._phases.all:
+                if phase.holder in (threading.current_thread(), here()):
+                    raise self._refused(
+                        f"this thread has phase {phase.name!r} open, and would wait for itself. "
+                        "Leave it first, or ask in another thread"
+                    )
+            try:
+                self._ask(asked)
+                while not asked.answer.done():
+                    self._lock.check_process()
+                    self._carry_out_alone()
+                    with suppress(TimeoutError):
+                        asked.answer.result(_PAUSE_SECONDS)
+                    interrupts.check()
+                    is_old = (request.epoch or math.inf) <= self.epoch
+                    is_over = is_old or time.monotonic() >= until or has_gone()
+                    if is_over and self._takes_back(asked):
+                        late = f"not possible within {request.deadline_seconds:g} s"
+                        raise self._refused(self._other_epoch(request) if is_old else late)
+            finally:
+                self._takes_back(asked, even_if_taken_up=True)
+            asked.answer.result()
+        return self.status()
+
+    def _ask(self, asked: _Asked) -> None:
+        """Have a thread's request carried out, unless the suspension is on already."""
+        epoch = asked.request.epoch
         with self._mutex:
-            if self.is_on and request.epoch in (None, self.epoch):
-                answer.set_result(None)
-            elif self.is_on or (request.epoch or math.inf) <= self.epoch:
-                raise self._refused(self._other_epoch(request))
+            if self._phases.is_suspended and epoch in (None, self.epoch):
+                asked.answer.set_result(None)
+            elif self._phases.is_suspended or (epoch or math.inf) <= self.epoch:
+                raise self._refused(self._other_epoch(asked.request))
             else:
                 self._asked.append(asked)
-        try:
-            while not answer.done():
-                self._lock.check_process()
-                self._carry_out_alone()
-                with suppress(TimeoutError):
-                    answer.result(_PAUSE_SECONDS)
-                is_over = time.monotonic() >= until or has_gone()
-                if is_over and self._takes_back(asked):
-                    raise self._refused(f"not possible within {request.deadline_seconds:g} s")
-        finally:
-            self._takes_back(asked, even_if_told=True)
-        answer.result()
-        return self.status(read)
 
-    def resume(self, read: Callable[[], Snapshot], epoch: int | None = None) -> SuspensionStatus:
+    def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
-        if epoch not in (None, self.epoch):
-            raise PhaseError(f"resume: epoch {epoch} is not the last one, {self.epoch}")
-        if self.is_on and self._lock.vote is not None:
-            self._lock.vote.group.note_resumed(self.epoch)
-        self.end()
-        return self.status(read)
+        self._lock.check_process()
+        last = self.epoch
+        if epoch not in (None, last):
+            raise PhaseError(f"resume: epoch {epoch} is not the last one, {last}")
+        if self._phases.is_suspended and self._lock.vote is not None:
+            self._lock.vote.group.note_resumed(last)
+        with self._mutex:
+            if self.epoch == last:  # another one may have begun meanwhile
+                self.end()
+        return self.status()
 
     def end(self) -> None:
         self._phases.suspended_until = -math.inf
 
-    def status(self, read: Callable[[], Snapshot]) -> SuspensionStatus:
-        snapshot = read()
+    def status(self) -> SuspensionStatus:
+        snapshot = self._read()
         return SuspensionStatus(
             epoch=self.epoch,
-            suspended=self.is_on,
+            suspended=snapshot.suspended,
             resident_bytes=sum(handle.resident_bytes for handle in snapshot.handles),
             snapshot=snapshot,
         )
 
-    def _takes_back(
-        self, asked: tuple[SuspensionRequest, Future[None]], *, even_if_told: bool = False
-    ) -> bool:
-        """Forget what a thread asks for, unless it is concluded, or the other ranks know it."""
+    def _takes_back(self, asked: _Asked, *, even_if_taken_up: bool = False) -> bool:
+        """Forget what a thread asks for, unless it is concluded or taken up."""
         with self._mutex:
-            is_open = asked in self._asked and (even_if_told or not self._is_told)
+            is_open = asked in self._asked and (even_if_taken_up or asked not in self._taken_up)
             if is_open:
                 self._asked.remove(asked)
             return is_open
@@ -132,7 +161,7 @@ class Suspension:
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {held})")
 
     def _other_epoch(self, request: SuspensionRequest) -> str:
-        is_on = "suspended now" if self.is_on else "over"
+        is_on = "suspended now" if self._phases.is_suspended else "over"
         return f"epoch {request.epoch} cannot begin: the last one, {self.epoch}, is {is_on}"
 
     # --- carrying it out
@@ -142,15 +171,16 @@ class Suspension:
         if self._lock.vote is not None:
             return
         with self._lock.if_free() as is_free:
-            if is_free and self._lock.is_outside():
-                with self._lock.transition():
-                    if (wanted := self._wanted()) is not None:
-                        self.conclude(wanted, self._carry_out())
+            if is_free and self._lock.is_outside() and (wanted := self._take_up()) is not None:
+                with self.concluding(wanted), self._lock.transition():
+                    self._carry_out()
 
-    def _wanted(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, with its epoch."""
+    def _take_up(self) -> SuspensionRequest | None:
+        """The newest suspension that threads ask for, with its epoch; None while there is none, or
+        a phase begins before it."""
         with self._mutex:
-            requests = [request for request, _ in self._asked]
+            self._taken_up = [] if self._owes_a_phase else [*self._asked]
+            requests = [asked.request for asked in self._taken_up]
         if not requests:
             return None
         newest = max(requests, key=lambda request: request.epoch or 0)
@@ -160,48 +190,66 @@ class Suspension:
     def telling(self, vote: GroupVote) -> Iterator[None]:
         """Tell the other ranks, in the proposal of the transition inside, what is asked for here.
         Then `vote.agreed` is what any rank is asked for."""
-        self._is_told = True  # first: what is taken back now is not told
-        vote.group.suspension = self._wanted()
+        group = vote.group
+        group.suspension, group.last_suspension = self._take_up(), self.epoch
         try:
             yield
         finally:
-            vote.group.suspension, self._is_told = None, vote.agreed is not None
+            group.suspension = None
+            if vote.agreed is None:
+                self._taken_up = []
+            self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
 
-    def conclude(self, wanted: SuspensionRequest, failures: list[Exception]) -> None:
-        """A suspension has been carried out, or has failed. Answer the threads that ask."""
-        with self._mutex:
-            asked, self._asked, self._is_told = self._asked, [], False
-            if not failures:
-                self.epoch = wanted.epoch or 0
-                seconds = wanted.resume_after_seconds or math.inf
-                self._phases.suspended_until = time.monotonic() + seconds
-        for request, answer in asked:
-            if failures:
-                answer.set_exception(self._refused(f"{failures[0]}"))
-            elif request.epoch in (None, wanted.epoch):
-                answer.set_result(None)
-            else:
-                answer.set_exception(self._refused(self._other_epoch(request)))
-        if failures:
-            logger.error("suspend: %s", str(failures[0]))
+    @contextmanager
+    def concluding(self, wanted: SuspensionRequest) -> Iterator[None]:
+        """The suspension is carried out inside, and refused if that fails. Then the threads that
+        ask are answered."""
+        reason = "it was interrupted"
+        try:
+            yield
+            reason = ""
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            logger.error("suspend: %s", reason)
+        finally:
+            with self._mutex:
+                concluded, self._asked, self._taken_up = self._asked, [], []
+                if not reason:
+                    self.epoch = wanted.epoch or 0
+                    seconds = wanted.resume_after_seconds or math.inf
+                    self._phases.suspended_until = time.monotonic() + seconds
+            for asked in concluded:
+                if not reason and asked.request.epoch in (None, wanted.epoch):
+                    asked.answer.set_result(None)
+                else:
+                    refused = self._refused(reason or self._other_epoch(asked.request))
+                    asked.answer.set_exception(refused)
 
     # --- waiting
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """An outermost phase waits inside, and then begins."""
+        last = -1 if self._phases.is_suspended else self.epoch
+        self._waiting.append(last)
+        try:
+            yield
+        finally:
+            self._waiting.remove(last)
+
     def wait(self, phase: str) -> None:
-        """Wait, before an outermost phase begins, until the manager is resumed. Ctrl-C ends it."""
-        if not self.is_on and not self._asked:
-            return
-        vote = self._lock.vote
+        """Wait until an outermost phase may begin. Ctrl-C ends it. Raises CoordinatorLost: the
+        ranks of the group cannot be heard."""
         began, is_logged = time.monotonic(), False
         for _ in interrupts.looks(math.inf, *_LOOK_SECONDS):
-            now = time.monotonic()
+            now, vote = time.monotonic(), self._lock.vote
             self._phases.suspended_seconds += now - began
             began = now
-            if not self.is_on and (vote is not None or not self._asked):
-                return
             self._lock.check_process()
-            if self.is_on and not is_logged:
+            if self._phases.is_suspended and vote is not None and vote.group.is_resumed(self.epoch):
+                self.end()
+            if not self.comes_first:
+                return
+            if self._phases.is_suspended and not is_logged:
                 is_logged = True
                 logger.info("phase %s waits: suspended (epoch %d)", phase, self.epoch)
-            if vote is not None and vote.group.is_resumed(self.epoch):
-                self.end()

@@ -36,7 +36,7 @@ from placement.registration.state_dicts import (
     lies_in,
     shown,
 )
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -529,6 +529,9 @@ def install_on_new(handle: Handle) -> None:
         return
     for hook in handle.guards:
         hook.remove()
+        if isinstance(hook, CallGuard) and handle.holding is not None:
+            handle.holding.announce.leaving.remove(hook.refuse)
+            handle.holding.announce.came.remove(hook.allow)
     handle.guards.clear()
     # the old ones, too: what they had is offloaded
     install(handle, {id(module): module for module in (*known, *modules)}.values())
@@ -541,10 +544,12 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
-        holding.calls = CallGuard(ForwardGuard(handle), modules)
-        hooks.append(holding.calls)
+        calls = CallGuard(ForwardGuard(handle), modules)
+        hooks.append(calls)
+        holding.announce.leaving.append(calls.refuse)
+        holding.announce.came.append(calls.allow)
         if not holding.on_device:
-            holding.calls.refuse()
+            calls.refuse()
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:

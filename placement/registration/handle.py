@@ -31,7 +31,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.optimizer_state import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
-from placement.storage.scan import lasting_stray_references
+from placement.storage.watch.strays import lasting_stray_references
 
 if TYPE_CHECKING:
     from placement.publish.buckets import Convert, Dtype, WeightInfo

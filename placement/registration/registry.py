@@ -34,9 +34,10 @@ from placement.registration.streamed_optimizer import (
     Streaming,
     bucket_bytes_of,
 )
+from placement.storage.adoption import Adoption
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.storage.replicated import ReplicatedStorage
 from placement.storage.shared import Ranks
 from placement.storage.transfer.streamed import most_buckets
@@ -221,13 +222,13 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            handle.storage = holding = (
-                ManagedStorage(self._device, adapter, handle.name, handle.readonly)
-                if ranks is None
-                else ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
-            )
-            holding.scanner.when_unused = self._when_unused
-            holding.scanner.new_slab = self._new_slab
+            adoption = Adoption(self._device, self._new_slab, self._when_unused)
+            arguments = self._device, adapter, handle.name, handle.readonly, adoption
+            if ranks is None:
+                holding = ManagedStorage(*arguments)
+            else:
+                holding = ReplicatedStorage(*arguments, ranks)
+            handle.storage = holding
             with torch.no_grad():
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)

@@ -25,10 +25,13 @@ from placement.core.method_call import MethodCall
 from placement.core.modes import without_modes
 from placement.devices.poisoned import has_nan
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
+from placement.storage.watch.state_dicts import was_handed_out
 from placement.tensors.plain import (
     SEQUENCES,
+    dense_parts,
     has_bytes,
+    has_storage,
     is_plain_type,
     is_wrapper,
     nested_tensors,
@@ -76,7 +79,7 @@ class StateDictCall(MethodCall):
             found = method(*args, **kwargs)
             # else another thread has offloaded it: what was computed may be NaN
             if is_part or is_reading() or not _is_offloaded(handle):
-                return found if is_part else shown(handle, found, ManagedStorage.hand_out_once)
+                return found if is_part else shown(handle, found, hand_out_once)
         if any(
             frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR
             for frame, _ in traceback.walk_stack(None)
@@ -96,7 +99,7 @@ class StateDictCall(MethodCall):
                     "the values on the device, ask inside a phase that has it there."
                 )
             raise
-        found = shown(handle, found, ManagedStorage.hand_out_once)
+        found = shown(handle, found, hand_out_once)
         _refuse_poison(handle, found)
         return found
 
@@ -120,7 +123,46 @@ def _is_offloaded(handle: Handle) -> bool:
 _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
-def shown(handle: Handle, found: Any, hand_out: _HandOut = ManagedStorage.hand_out) -> Any:
+def hand_out(holding: ManagedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they
+    move, also in another thread."""
+    owner = _owner_of(holding, tensor)
+    if holding.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
+        tensor = tensor.detach()  # the live one is for a module's state_dict(keep_vars=True)
+    tensors, num_pointings = owner.state_dict_tensors, -1
+    while num_pointings != tensors.num_pointings:
+        num_pointings = tensors.num_pointings
+        if from_host := owner.is_on_host:
+            owner.host_has_newest.wait()
+            owner.make_host_copies_own()
+        shown = tensors.hand_out(tensor, from_host=from_host)
+    return shown
+
+
+def hand_out_once(holding: ManagedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if was_handed_out(tensor) else hand_out(holding, tensor)
+
+
+def _owner_of(holding: ManagedStorage, tensor: torch.Tensor) -> ManagedStorage:
+    """The storage in whose memory a tensor of the object lies: its own, or another object's (state
+    that is a parameter)."""
+    for _, part in dense_parts(tensor):
+        is_plain = is_plain_type(type(part)) and has_storage(part)
+        if not is_plain or holding.has_place(part):
+            continue
+        owner = RANGES.owner_of(part.untyped_storage().data_ptr())
+        if not isinstance(owner, ManagedStorage):
+            break
+        if owner.lost is not None:
+            raise BrokenHandleError(
+                f"a tensor of {holding.name!r} lies in {owner.name!r}, which is broken: "
+                f"{owner.lost}"
+            )
+        return owner
+    return holding
+
+
+def shown(handle: Handle, found: Any, hand_out: _HandOut = hand_out) -> Any:
     """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the
     handle goes. A module's dictionary is changed in place, another one is copied."""
     holding = handle.holding

@@ -24,9 +24,9 @@ import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from placement.core.errors import IntegrityError, PhaseError
-from placement.core.interrupts import reference
 from placement.core.method_call import MethodCall
 from placement.core.modes import without_modes
+from placement.core.weak import reference
 from placement.devices.base import Device, round_up
 from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
@@ -42,7 +42,7 @@ from placement.storage.transfer.streamed import (
     first_chunks,
     window_of,
 )
-from placement.storage.writes import message
+from placement.storage.watch.writes import message
 from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one

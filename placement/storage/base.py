@@ -151,10 +151,7 @@ class Storage(abc.ABC):
 
     # --- the host copy
 
-    @property
-    def ranges(self) -> tuple[Range, ...]:
-        """The address ranges in which the object's tensors lie."""
-        return ()
+    ranges: tuple[Range, ...] = ()  # the address ranges in which the object's tensors lie
 
     # whether every load is complete: none waits for the ranks of a group to finish it
     is_complete = True

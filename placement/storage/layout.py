@@ -67,23 +67,19 @@ class RangeLayout:
     ) -> None:
         self._device = device
         self._adoptees = tuple(adoptees)
-        self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
+        adopter = device.adopter
+        self.sizes = tuple(adoptee.nbytes for adoptee in adoptees)
         # how each gets there
-        self.ways: tuple[Way, ...] = tuple(
-            device.adopter.way(adoptee.storage) for adoptee in adoptees
-        )
+        self.ways: tuple[Way, ...] = tuple(adopter.way(adoptee.storage) for adoptee in adoptees)
         for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(adoptee)
-        device.adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
+        adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
-        pooled_sizes = [self._sizes[i] for i in pooled]
-        used = device.adopter.pooled_bytes(pooled_sizes)
+        pooled_sizes = [self.sizes[i] for i in pooled]
+        used = adopter.pooled_bytes(pooled_sizes)
         places, self.nbytes = packed(
-            [
-                0 if way == "pool" else size
-                for way, size in zip(self.ways, self._sizes, strict=True)
-            ],
+            [0 if way == "pool" else size for way, size in zip(self.ways, self.sizes, strict=True)],
             used,
         )
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
@@ -91,27 +87,28 @@ class RangeLayout:
         self._pool: Any = None
         self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
         if pooled:
-            self._pool = device.adopter.pool(self.addresses, pooled_sizes, self)
+            self._pool = adopter.pool(self.addresses, pooled_sizes, self)
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
         # the place of each adoptee, in bytes from `addresses.base`
         self.offsets: tuple[int, ...] = tuple(places)
 
-    def move_in(self, index: int) -> None:
-        """Point adoptee `index` to its place and drop its old memory. The caller has saved its
-        bytes. Idempotent."""
-        adoptee, way, nbytes = self._adoptees[index], self.ways[index], self._sizes[index]
-        if nbytes and self._pool is not None and way == "pool":
-            self._pool.take(self._pool_index[index], adoptee.storage)
-        elif nbytes:
-            home = self._device.view(self.addresses, self.offsets[index], nbytes).untyped_storage()
+    def move_in(self) -> None:
+        """Point every adoptee to its place and drop its old memory. The caller has saved the bytes.
+        Idempotent."""
+        places = zip(self._adoptees, self.ways, self.offsets, self.sizes, strict=True)
+        for index, (adoptee, way, offset, nbytes) in enumerate(places):
+            if not nbytes:
+                continue
+            storage = adoptee.storage
+            if way == "pool" and self._pool is not None:
+                self._pool.take(self._pool_index[index], storage)
+                continue
+            home = self._device.view(self.addresses, offset, nbytes).untyped_storage()
             if way == "rebind":
                 point_all((*adoptee.bases, *adoptee.aliases), home)
-            elif (adoptee.storage.data_ptr(), adoptee.storage.nbytes()) != (
-                home.data_ptr(),
-                nbytes,
-            ):
-                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+            elif (storage.data_ptr(), storage.nbytes()) != (home.data_ptr(), nbytes):
+                storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. `move_in` must not

@@ -1,20 +1,24 @@
-"""The storage of an object whose bytes placement moves: the steps of its moves, and its end.
-`AdoptedStorage` has all that moves nothing.
+"""The bytes of one object that placement moves: where they are, how they come and go, and how they
+are read meanwhile.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one
 decision: setting it commits a move. What is true of each page is in the page tables of its ranges.
 After a failure the bytes are complete on the side that the decision names, and `make_consistent`
 settles every page there and brings the tensors in line.
+
+Four announcements tell of a move: leaving, left, coming, came (`watch/announcements.py`).
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
@@ -23,70 +27,434 @@ from placement.core.errors import (
 )
 from placement.core.journal import logger
 from placement.core.modes import without_modes
-from placement.storage.adopted import AdoptedStorage, Offload, Stage
-from placement.storage.fingerprints import differing
+from placement.core.states import State
+from placement.devices.base import Device, round_up
+from placement.ownership.adapter import Adapter
+from placement.storage.adoption import Adoption
+from placement.storage.base import Storage
+from placement.storage.handing_back import HandingBack
+from placement.storage.layout import Adoptee, expected_bytes, form_of, over
+from placement.storage.move import MoveResult, Offload, Stage
+from placement.storage.owners import RANGES
 from placement.storage.pages import Behind, ChunkPool, Side, fill
+from placement.storage.places import ObjectRanges
 from placement.storage.range import Range
-from placement.storage.state_dicts import handed_out
-from placement.tensors.alive import Unadopted
+from placement.storage.scan import BORROWED, Scan, StorageScanner
+from placement.storage.watch.announcements import Announcements
+from placement.storage.watch.gradients import Gradients
+from placement.storage.watch.state_dicts import StateDictTensors, are_only_read
+from placement.storage.watch.strays import count_uses, stray_references, uncounted
+from placement.storage.watch.writes import Watch
+from placement.tensors.alive import Unadopted, storage_use_count
 
-
-@dataclass(frozen=True, slots=True)
-class MoveResult:
-    """The bytes that a move copied and skipped, the time it took, and what it found wrong."""
-
-    seconds: float = 0.0
-    copied_bytes: int = 0
-    skipped_bytes: int = 0
-    prefetched_bytes: int = 0  # bytes of a load that had arrived before it
-    rewritten_chunks: int = 0  # chunks of a readonly object whose bytes changed on the device
-    stray_references: int = 0
-    stray_names: str = ""
-    brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
-
-    def complaints(self, name: str) -> Iterator[IntegrityError]:
-        """Errors about what was found wrong with a handle, to be raised once its phase transition
-        is complete."""
-        if self.rewritten_chunks:
-            yield IntegrityError(
-                f"{name!r} is readonly, but {self.rewritten_chunks} of its chunks changed on the "
-                "device; the registered values were kept. Register it without readonly=True if it "
-                "is meant to be written."
-            )
-        if self.brought_back:
-            yield IntegrityError(
-                f"{self.brought_back} of {name!r} lay in other memory than theirs when it was "
-                "offloaded: something moved them out of the handle's memory on the device "
-                "(share_memory(), a torch.multiprocessing queue). They have new places there, with "
-                "the values that they had; a process that received the shared memory no longer "
-                "sees changes. Share memory before registering, or send copies (clone())."
-            )
-
-
+_GLANCE_SECONDS = 0.1  # how often a wait for a reader looks for a Ctrl-C
 # the number of pages that are saved by one copy call, and known to be saved together
 _SAVED_TOGETHER = 4
 
 
-class ManagedStorage(AdoptedStorage):
-    """The bytes of one object, which come and go."""
+class ManagedStorage(Storage):
+    """The bytes of one object, which come and go, and what the object owns outside of its
+    ranges."""
 
-    def refuse_calls(self) -> None:
-        """Refuse calls of the object until it is back on the device. A call that another thread is
-        in goes on, and reads poison once the memory has gone."""
-        self.stage = Stage.BEGUN
-        self.calls.refuse()
+    can_prefetch = True
+    # the decision: whether the bytes on the device are the authoritative ones. If so, every range
+    # has memory behind it.
+    on_device = False
 
-    # --- adopting what comes later
+    def __init__(
+        self, device: Device, adapter: Adapter, name: str, readonly: bool, adoption: Adoption
+    ) -> None:
+        self.device = device
+        self.adapter = adapter
+        self.name = name
+        self.readonly = readonly
+        self.adoption = adoption
+        self.object_ranges = ObjectRanges(name)
+        self.state_dict_tensors = StateDictTensors(device, self.object_ranges, readonly=readonly)
+        self.scanner = StorageScanner(adapter, self, self.object_ranges, self.state_dict_tensors)
+        self.gradients = Gradients(adapter)
+        self.watch = Watch(self.scanner)
+        self.announce = Announcements(
+            left=[self.state_dict_tensors.left],
+            coming=[self.watch.require_whole],
+            came=[self.state_dict_tensors.came],
+        )
+        self._host_readers: list[threading.Event] = []
+        # when the host copy last became the authoritative one (Unix time)
+        self.offloaded_timestamp_seconds = time.time()
+        # left before the first change of a move, and set again at the end of `make_consistent`
+        self.stage = Stage.SETTLED
+        # cleared while an offload hides. Who is to be shown the host copy waits for it.
+        self.host_has_newest = threading.Event()
+        self.host_has_newest.set()
+        self._offload = Offload()  # empty while none is under way
+        self._num_entries = 0  # the adapter's, as of the last look
+
+    @property
+    def is_on_host(self) -> bool:
+        return not self.on_device or self.stage in (Stage.HIDING, Stage.VACATING)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether no move is under way, and none was left half done."""
+        return self.stage is Stage.SETTLED
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an `unadopt` has begun and not ended. It must be called again before anything
+        moves."""
+        return self.stage is Stage.LEAVING
+
+    # --- measuring
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that it takes to put memory behind every range."""
+        return sum([r.pages.needed_bytes for r in self.ranges])
+
+    def sizes(self) -> tuple[int, int, int]:
+        needed_bytes = own_bytes = aside_bytes = 0
+        for r in self.ranges:
+            needed_bytes += r.pages.needed_bytes
+            own_bytes += r.pages.own_bytes
+            aside_bytes += r.pages.aside_bytes
+        # as `unadopted_bytes`, without its calls: every phase transition asks several times
+        storages, sizes, _ = self.unadopted
+        unadopted_bytes = sum(itertools.compress(sizes, map(storage_use_count, storages)))
+        return (
+            needed_bytes + unadopted_bytes + self.unborn_bytes,
+            own_bytes + aside_bytes + unadopted_bytes,
+            aside_bytes,
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.resident_bytes - self.unadopted_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.host.held_bytes for r in self.ranges) + self.adoption.reserved_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(r.host.file_bytes for r in self.ranges) + self.adoption.reserved_file_bytes
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return sum(r.host.pageable_bytes for r in self.ranges)
+
+    def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
+        kept = [*self.adapter.kept_by_framework()]
+        for name, tensor in self.adapter.unmoved() if everywhere else ():
+            is_here = tensor.device == self.device.torch_device
+            if is_here and RANGES.owner_of(tensor.data_ptr()) is None:
+                words = f"{name}, which is no part of its state and not moved,"
+                kept.append((words, tensor.untyped_storage().nbytes()))
+        self.kept_by_framework = tuple(kept)
+
+    def measure(self) -> None:
+        """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created
+        state."""
+        if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
+            self.adapter.follow_param_groups()
+            self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
+
+    def measure_unadopted(self) -> None:
+        if (unadopted := self.scanner.unadopted()) is not None:
+            self.unadopted = unadopted
+            self.look_at_unborn()
+            self.look_at_framework_memory()
+
+    def look_at_unborn(self) -> None:
+        """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a
+        second time."""
+        self._num_entries = self.adapter.num_entries()
+        self.adapter.follow_param_groups()
+        self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
+
+    def _measure_unborn(self) -> int:
+        sizes = self.adapter.unborn_sizes()
+        return round_up(expected_bytes(self.device, sizes), self.device.granularity) if sizes else 0
+
+    def follow_param_groups(self) -> bool:
+        """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before.
+        Returns whether it is one."""
+        if is_changed := not self.on_device and self.adapter.follow_param_groups():
+            self.look_at_unborn()
+        return is_changed
+
+    # --- checks
+
+    def is_consistent_in(self, state: State) -> bool:
+        return self.stage is Stage.SETTLED and (
+            self.on_device is (state is not State.CPU_OFFLOADED) or self._may_stream(state)
+        )
+
+    def _may_stream(self, state: State) -> bool:  # from its host copy
+        return state is State.SYNCING or (
+            state is State.TRAINING and self.adapter.kind == "optimizer"
+        )
+
+    def check(self, name: str, state: State) -> None:
+        """Compare the memory behind the ranges with what the state needs: every chunk on the
+        device, or none."""
+        if state is State.CPU_OFFLOADED and self.on_device:
+            raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
+        is_needed = state is not State.CPU_OFFLOADED and (
+            self.on_device or not self._may_stream(state)
+        )
+        for number, r in enumerate(self.ranges):
+            sizes = tuple(
+                chunk.nbytes
+                for index in r.pages.at(Behind.OWN)
+                if (chunk := r.pages.table[index].memory) is not None
+            )
+            wanted = r.pages.needed_sizes if is_needed else ()
+            if sizes != wanted:
+                raise IntegrityError(
+                    f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks "
+                    f"{wanted} behind it, but has {sizes}"
+                )
+            if r.host.nbytes < r.nbytes:
+                raise IntegrityError(
+                    f"{name!r}: range {number} has {r.nbytes} bytes, but its host slab has only "
+                    f"{r.host.nbytes}"
+                )
+            if r.moving_in is not None:
+                raise IntegrityError(
+                    f"{name!r}: {len(r.moving_in)} storages were never moved into range {number}"
+                )
+
+    @property
+    def leftovers(self) -> str | None:
+        left = self.resident_bytes - self.prefetched_bytes
+        return f"{left:,} bytes on the device" if left else None
+
+    def stray_references(self) -> dict[str, int]:
+        return stray_references(self.ranges, self.adapter.lasting_gradients())
+
+    def count_uses(self) -> None:
+        """Count once the references that each new storage has by right, and note its version
+        counter. Called when placement itself holds none of them."""
+        if new := uncounted(self.ranges):
+            # Since the last look rebinding has given tensors another storage, which has not been
+            # written yet.
+            self.object_ranges.note_more_versions(self.scanner.versions_now())
+            count_uses(new)
+
+    # --- the host copy
+
+    def has_place(self, tensor: torch.Tensor) -> bool:
+        return self.object_ranges.find(tensor) is not None
+
+    def lend_host_copy(self) -> threading.Event:
+        """Lock the host copy until the event is set, by any thread: another thread reads it, such
+        as the writer of a checkpoint. What would overwrite it or give it up waits; a load does not,
+        because it only reads. Only the thread that moves the object lends and waits."""
+        lock = threading.Event()
+        self._host_readers = [*(each for each in self._host_readers if not each.is_set()), lock]
+        return lock
+
+    def wait_for_host_readers(self) -> None:
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it
+        is."""
+        for lock in self._host_readers:
+            while not lock.wait(_GLANCE_SECONDS):
+                interrupts.check()
+        self._host_readers = []
+
+    def wait_for_readers(self) -> None:
+        if not self.on_device:
+            self.wait_for_host_readers()
+
+    def note_written(self) -> None:
+        if not self.on_device:
+            for r in self.ranges:
+                r.note_written()
+
+    def read_host(
+        self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
+    ) -> torch.Tensor | None:
+        if is_on_host := self.is_on_host:
+            place = self.state_dict_tensors.place_of(tensor)
+        else:
+            place = self.object_ranges.find(tensor)
+        if place is None:
+            return None
+        r, offset = place
+        if not is_on_host and (r.transient or r.moving_in is not None):
+            return None
+        r.pages.wait_until_saved()
+        address, made = r.host.address + offset, {} if storages is None else storages
+        if address not in made:
+            made[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        return over(made[address], form_of(tensor))
+
+    def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor of the same form over its bytes in the host copy, for somebody who may also
+        write there, now or later: it follows all moves. None while the values are on the device,
+        and for a tensor without a place."""
+        if self.is_on_host and self.has_place(tensor):
+            self.host_has_newest.wait()
+            self.make_host_copies_own()
+        return self.state_dict_tensors.show(tensor) if self.is_on_host else None
+
+    def make_host_copies_own(self) -> None:
+        """Called before the host copy is shown to a caller who may write there."""
+        if not are_only_read.get():
+            for r in self.ranges:
+                self.make_host_copy_own(r)
+
+    def make_host_copy_own(self, r: Range, changed: Sequence[int] = ()) -> None:
+        """Called before this process may write the host copy of a range: see `ReplicatedStorage`.
+        `changed`: the pages that are about to be saved; empty: a caller may write anywhere.
+        Raises HostMemoryError: other processes read the host copy, and there is no memory for one
+        that this process may write."""
+
+    # --- adopting: new storages get their places
+
+    def adopt(self) -> None:
+        """Adopt the object at registration: every storage gets its place, its bytes go into the
+        slab, and poison lies behind the place."""
+        try:
+            # in a call of its own: no variable here refers to a storage when uses are counted
+            was_on_device = self._adopt_all()
+            self.look_at_framework_memory()
+            self.scanner.align_wrappers()
+            self.count_uses()
+            if was_on_device:
+                # else the old memory stays in torch's cache, where neither other processes nor our
+                # chunks can use it
+                self.device.trim()
+        except BaseException:
+            self.unadopt()
+            raise
+
+    def _adopt_all(self) -> bool:
+        """Give every storage its place. Returns whether any of them was on the device. Raises
+        RegistrationError, before anything changes: some of it cannot be moved."""
+        born = self.scanner.rescan()
+        self.adapter.check(owned for adoptee in born.new for owned in adoptee.owned)
+        if any(True for _ in self.adapter.sparse()):
+            born = self.scanner.rescan(movable=True)
+        self.scanner.note_places(born)
+        shared, own = self.adopt_shared(born.lasting)
+        fresh = self.take_in(born._replace(lasting=own))
+        self.device.sync()
+        self.move_in((*shared, *fresh))
+        return any(adoptee.storage.device == self.device.torch_device for adoptee in born.new)
+
+    def adopt_shared(
+        self, adoptees: Sequence[Adoptee]
+    ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
+        """Adopt, at registration, what ranks share: see `ReplicatedStorage`. Returns its ranges,
+        and the storages that are left."""
+        return [], adoptees
+
+    def take_in(self, born: Scan, *, in_parts: bool = False) -> tuple[Range, ...]:
+        """Give new storages places, and start saving their bytes. Returns the ranges that they have
+        still to move into. `in_parts`: see `Adoption.new_range`."""
+        fresh = []
+        for adoptees, transient in ((born.lasting, False), (born.transient, True)):
+            if adoptees:
+                # here its slab, to which bytes are on their way, outlives a failure of the next
+                fresh.append(
+                    self.adoption.new_range(adoptees, transient=transient, in_parts=in_parts)
+                )
+        if fresh:
+            self.scanner.note_adopted()
+        return tuple(fresh)
+
+    def move_in(self, fresh: tuple[Range, ...]) -> None:
+        """Point new storages to their places. Their bytes have arrived in the slabs."""
+        self.set_ranges((*self.ranges, *fresh))
+        for r in fresh:
+            r.move_in()
+
+    def set_ranges(self, ranges: tuple[Range, ...]) -> None:
+        """Make these the object's ranges, also in the process's table."""
+        for r in ranges:
+            if r.moving_in is not None:
+                self.object_ranges.add_places(r)
+        self.ranges = ranges
+        self.object_ranges.set(ranges)
+        RANGES.note(self)
+
+    def reserve(self, sizes: Sequence[int], num_ranges: int = 1) -> None:
+        """Reserve host memory for state that is not created yet: see `Adoption.reserve`."""
+        self.adoption.reserve(sizes, num_ranges)
+        self.look_at_unborn()
+
+    def take_in_leaving(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
+        """Before an offload: take in new storages (`drops`: not gradients). They move in with the
+        commit. Returns ranges, and if any is not transient."""
+        # in a call of its own: no variable here refers to a storage when uses are counted
+        fresh, any_lasts = self._take_in_leaving(drops)
+        # Counted here because the link is busy now. If there are none now, the commit, when the
+        # link is idle, need not look again.
+        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(
+            self.stray_references()
+        )
+        return fresh, any_lasts
+
+    def _take_in_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
+        scan = self.scanner.rescan(movable=True)
+        self.scanner.note_places(scan)
+        self.object_ranges.note_versions(self.scanner.versions)
+        self._offload = Offload(relocated=scan.relocated)
+        born = scan.with_relocated()
+        if drops:
+            born = born._replace(transient=self.gradients.besides(born.transient))
+        self.state_dict_tensors.take_over({adoptee.storage._cdata for adoptee in born.new})
+        return self.take_in(born), bool(born.lasting)
+
+    def take_in_coming(self) -> tuple[Range, ...]:
+        """Before a load: take in tensors that came on another device while offloaded (PEFT adapters
+        on the CPU). Returns their ranges."""
+        fresh: tuple[Range, ...] = ()
+        if self.watch.has_new:
+            here, away = self.scanner.rescan().split(self.device.torch_device)
+            fresh = self.take_in(away)
+            self.move_in(fresh)
+            self.unadopted = Unadopted.of([adoptee.storage for adoptee in here])
+        if fresh:
+            self.scanner.align_wrappers()
+            # the load may fail and be tried again
+            self.object_ranges.note_more_versions(self.scanner.versions_now())
+        self.look_at_unborn()
+        return fresh
+
+    def take_in_created(self, besides: Set[int] = frozenset()) -> Range | None:
+        """Start copying state that a streamed step has created to the host. Returns the range into
+        which it has still to move. None where there is none, or where host memory lacks: then the
+        state stays in torch's memory, and the next step tries again.
+        `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those
+        that the step has still to use."""
+        created = [
+            adoptee
+            for adoptee in self.scanner.rescan().lasting
+            if adoptee.storage._cdata not in besides
+        ]
+        try:
+            return next(iter(self.take_in(Scan(created), in_parts=True)), None)
+        except HostMemoryError as error:
+            logger.warning(
+                "%s: new optimizer state stays on the device until host memory is free: %s",
+                self.name,
+                str(error),
+            )
+            return None
 
     def adopt_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go
         straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
-        elif (fresh := self.scanner.adopt(self.scanner.rescan().lasting)) is not None:
+        # no variable here refers to a storage when uses are counted
+        elif fresh := self.take_in(Scan(self.scanner.rescan().lasting)):
             self.device.sync()
             self.stage = Stage.BEGUN
-            self.set_ranges((*self.ranges, fresh))
+            self.set_ranges((*self.ranges, *fresh))
             self.make_consistent(ChunkPool(self.device))
             self.scanner.align_wrappers()
             self.count_uses()
@@ -101,12 +469,41 @@ class ManagedStorage(AdoptedStorage):
                 # it stays on the device, and the next phase transition tries again
                 self.watch.expect(self.scanner.rescan())
 
+    def dead(self) -> list[Range]:
+        """The ranges that nobody uses: every adopted storage has died, and no state dict that was
+        loaded back has left a tensor there."""
+        if dead := [r for r in self.ranges if not r.is_alive]:
+            tensors = (*(owned.tensor for owned in self.adapter.owned()), *BORROWED)
+            used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            dead = [r for r in dead if not r.has_any(used)]
+        return dead
+
+    def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
+        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory
+        behind it."""
+        if not gone:
+            return
+        self.state_dict_tensors.leave_ranges(gone)
+        for r in gone:
+            r.pages.discard(chunk_pool)
+            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
+        out = set(gone)
+        self.set_ranges(tuple(r for r in self.ranges if r not in out))
+
     # --- moving: the steps of an `Exchange`, in order
 
+    def begin_leaving(self) -> None:
+        """The first step of an offload, before the device is waited for. Calls are refused until
+        the object is back. A call that another thread is in goes on, and reads poison once the
+        memory has gone."""
+        self.stage = Stage.BEGUN
+        for tell in self.announce.leaving:
+            tell()
+
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """Begin a move; an offload after `refuse_calls`, with the device idle. From here to the end
-        of `make_consistent` the object may be in any state. If it raises because values are lost,
-        or tensors were replaced while offloaded, the move has not begun."""
+        """Begin a move; an offload after `begin_leaving`, with the device idle. From here to the
+        end of `make_consistent` the object may be in any state. If it raises because values are
+        lost, or tensors were replaced while offloaded, the move has not begun."""
         if self.lost is not None:
             raise IntegrityError(self.lost)
         if self.on_device:
@@ -114,7 +511,8 @@ class ManagedStorage(AdoptedStorage):
             return
         if dead := self.dead():
             self.watch.scan()  # a dead range may have the values of tensors that were replaced
-        self.watch.require_whole()
+        for tell in self.announce.coming:
+            tell()
         self.stage = Stage.BEGUN
         for r in self.ranges:
             r.pages.discard_unusable(chunk_pool)
@@ -127,24 +525,11 @@ class ManagedStorage(AdoptedStorage):
         self.adapter.ready()
         # inside an autocast region it holds half-precision copies of weights, which would stay
         torch.clear_autocast_cache()
-        if held := [
-            each
-            for each in handed_out()
-            if self.adapter.kind == "optimizer" or each is self.state_dict_tensors
-        ]:
-            # an optimizer's state may be a tensor that the state dict of its module has shown
-            seen = self.adapter.unchanged()
-            live = (
-                seen.tensors
-                if seen
-                else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]
-            )
-            for each in held:
-                each.disown(live)
+        self.state_dict_tensors.disown_live(self.adapter)
         dead = self.dead()
         # The coming offload can use the host memory of gradients that are dead.
         slabs = [r.host for r in dead if r.transient]
-        self.scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
+        self.adoption.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
     def hide(self, r: Range, indices: Sequence[int]) -> bool:
@@ -211,9 +596,9 @@ class ManagedStorage(AdoptedStorage):
         """Point the tensors of state dicts to the host copy, before memory is taken away. Their
         holders may write there. Idempotent."""
         for r in self.ranges:
-            if r.is_shared and (self.state_dict_tensors or self.state_dict_tensors.are_held):
+            if r.is_shared and self.state_dict_tensors.are_held:
                 self.make_host_copy_own(r)
-        self.state_dict_tensors.point_to_host(except_for=self._offload.moving_in)
+        self.state_dict_tensors.point_to_host()
 
     def commit_offload(
         self,
@@ -227,19 +612,20 @@ class ManagedStorage(AdoptedStorage):
         `prints`: the new fingerprints of the slabs.
         `dropped`: ranges that were not saved, because every gradient becomes None with the commit;
         None: gradients were saved."""
-        for r, now in prints:
-            r.pages.prints = now
+        for r, slab_prints in prints:
+            r.pages.prints = slab_prints
         self._show_host_copy()
         surplus = self.stray_references() if self._offload.may_have_stray_references else {}
-        self.set_ranges(self.ranges + fresh)
+        if fresh:
+            self.set_ranges((*self.ranges, *fresh))
         self.offloaded_timestamp_seconds = time.time()
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
         self.on_device = False
         brought_back = [
-            each.entry.name
-            for each in self._offload.relocated
-            if each.adoptee.nbytes == each.entry.nbytes
+            entry.name
+            for _, entry, adoptee in self._offload.relocated
+            if adoptee.nbytes == entry.nbytes
         ]
         return MoveResult(
             stray_references=sum(surplus.values()),
@@ -260,31 +646,24 @@ class ManagedStorage(AdoptedStorage):
         """Finish a move that was committed, or undo one that was not: bring everything in line with
         `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had back,
         the rest of the object is offloaded, too."""
-        if self.is_consistent:
+        if self.stage is Stage.SETTLED:
             return
         if self.on_device:
             # prepared for an offload that was not committed
             pending = [r for r in self.ranges if r.moving_in is not None]
             for r in pending:
-                self.scanner.reserved = r.host  # the next one can use its slab
+                self.adoption.reserved = r.host  # the next one can use its slab
             self.drop([*pending, *self.dead()], chunk_pool)
             self._have_back(chunk_pool)
-            # who asks for a value from here on is shown the side that was decided on
+            # any reader is shown the side that was decided on from here on
             self.stage = Stage.BEGUN
-            self.state_dict_tensors.point_to_device()
-            # Views may still write into the host copy, so the next offload copies every chunk
-            # there. That of a readonly object stays as they leave it: the next load takes the
-            # fingerprints anew.
-            for r, _ in self.state_dict_tensors.left_on_host():
-                if self.readonly:
-                    r.note_shown()
-                elif not r.is_shared:
-                    r.pages.prints = None
         if self.on_device:
-            self.calls.allow()
+            for tell in self.announce.came:
+                tell()
         else:
             self._leave_device(chunk_pool)
-        self._offload, self.scanner.spare = Offload(), None
+        self._offload, self.adoption.spare = Offload(), None
+        self.state_dict_tensors.moving_in = frozenset()
         self.stage = Stage.SETTLED
 
     def _have_back(self, chunk_pool: ChunkPool) -> None:
@@ -297,22 +676,21 @@ class ManagedStorage(AdoptedStorage):
         except DeviceMemoryError:
             for r in self.ranges:
                 self._note_unchanged(r)
-            self.calls.refuse()
             self.on_device = False
 
     def _note_unchanged(self, r: Range) -> None:
         """Note which pages need not be saved, because the rest of the object has to leave, too:
         those whose bytes are in the host copy, and all of a readonly object."""
-        known = None if r.pages.prints is None else r.pages.prints.cpu()
-        keeps_host_copy = self.readonly and known is not None and not r.transient
+        host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
+        keeps_host_copy = self.readonly and host_prints is not None and not r.transient
         changed = []
         for index, page in enumerate(r.pages.table):
             if page.newest is not Side.DEVICE:
                 continue
             is_clean = keeps_host_copy or (
-                known is not None
+                host_prints is not None
                 and page.behind is Behind.OWN
-                and bool(r.fingerprint(index, index + 1).cpu()[0] == known[index])
+                and bool(r.fingerprint(index, index + 1).cpu()[0] == host_prints[index])
             )
             if is_clean:
                 r.pages.note_clean((index,))
@@ -335,7 +713,9 @@ class ManagedStorage(AdoptedStorage):
             self.device.sync()
         for r in self.ranges:
             r.pages.settle(Side.HOST, chunk_pool)
-        self.state_dict_tensors.point_to_host()  # first those over storages that move to poison now
+        # first tensors of state dicts over storages that move to poison now
+        self.state_dict_tensors.moving_in = frozenset()
+        self.state_dict_tensors.point_to_host()
         for r in self.ranges:
             r.move_in()
         if self.stage is Stage.STEPPING:
@@ -344,10 +724,8 @@ class ManagedStorage(AdoptedStorage):
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
-        self.state_dict_tensors.point_to_host()
-        self.state_dict_tensors.note_all_shown()
-        if self.state_dict_tensors:
-            self.object_ranges.may_be_written = True
+        for tell in self.announce.left:
+            tell()
         self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
@@ -356,10 +734,9 @@ class ManagedStorage(AdoptedStorage):
     def _take_in_created(self) -> None:
         """Give state that a streamed step has created its place, wherever the step stopped."""
         with without_modes():
-            if (fresh := self.adopt_created()) is not None:
+            if (fresh := self.take_in_created()) is not None:
                 self.device.sync()
-                self.set_ranges((*self.ranges, fresh))
-                fresh.move_in()
+                self.move_in((fresh,))
             # state that lacks host memory stays in torch's
             self.watch.expect(self.scanner.rescan())
             # the step has written the state
@@ -385,46 +762,6 @@ class ManagedStorage(AdoptedStorage):
                 "tensor stays."
             )
 
-    def warn_of_views(self) -> bool:
-        """Log a warning if views show the host copy of the loaded object. Returns whether there are
-        any."""
-        if names := self.views_left_on_host():
-            logger.warning(
-                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and "
-                "somebody still holds them. The tensors themselves show the device now, these "
-                "views show the host copy: they do not see what is changed from here on, and what "
-                "is written to them is %s. Take views anew in each phase, or clone() them",
-                self.name,
-                ", ".join(names[:8]),
-                "the handle's value from the next offload on" if self.readonly else "lost",
-            )
-        return bool(names)
-
-    def mirror(self) -> None:
-        """Copy the chunks that changed on the device to the host copy, as an offload would. Nothing
-        moves and no memory is given up, for a reader of the host copy (an asynchronous checkpoint).
-        The next offload need not copy the same chunks again. Gradients are left out, and storages
-        that are new since the last offload, because they have no place in the host copy yet."""
-        # the host copy of a readonly object is always right
-        if not self.on_device or self.readonly:
-            return
-        self.wait_for_host_readers()
-        self.device.sync()
-        prints: list[tuple[Range, torch.Tensor]] = []
-        for r in self.ranges:
-            if r.transient or r.moving_in is not None:
-                continue
-            host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-            device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
-            if changed := differing(host_prints, device_prints):
-                self.make_host_copy_own(r, changed)
-                r.pages.save(changed)
-            prints.append((r, device_prints))
-        self.device.wait(self.device.mark("to_host"))
-        for r, device_prints in prints:
-            r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
-            r.pages.prints = device_prints
-
     # --- loading, where `ReplicatedStorage` leaves some bytes to `complete`
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
@@ -444,7 +781,49 @@ class ManagedStorage(AdoptedStorage):
         self.count_uses()
         self.look_at_unborn()
 
-    # --- leaving
+    # --- the end
+
+    def unadopt(self) -> None:
+        """Give every tensor ordinary storage again, on the device while resident, else on the host,
+        and drop the ranges. Idempotent."""
+        self.scanner.discovered = frozenset()  # these may be another's from now on
+        if not self.ranges:
+            return
+        self.wait_for_host_readers()
+        before = self.stage
+        if self.on_device:
+            self.begin_leaving()
+        # what the object has got and nobody can move must not keep its values here
+        self.adapter.hands_back = True
+        try:
+            chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
+        except BaseException:
+            self.adapter.hands_back = False
+            if self.on_device:  # it stays, and can be called
+                for tell in self.announce.came:
+                    tell()
+                self.stage = before
+            raise
+        self.stage = Stage.LEAVING
+
+        def have_left(address: int) -> None:
+            if self.on_device:
+                self.device.wait_for_work()
+                for r in self.ranges:
+                    base = r.layout.addresses.base
+                    leaving = [i for i, start in enumerate(r.starts) if base + start >= address]
+                    r.pages.vacate(leaving, chunk_pool)
+                chunk_pool.release()
+
+        HandingBack(self.device, self.scanner, self.on_device, have_left).run()
+        if self.on_device:
+            # the kernels that copy the values out of the ranges have only been started
+            self.device.wait_for_work()
+        self.on_device = False
+        for r in self.ranges:
+            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
+        chunk_pool.release()
+        self.set_ranges(())
 
     def _ready_to_leave(self, *, is_repeated: bool) -> ChunkPool:
         """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the
@@ -462,46 +841,3 @@ class ManagedStorage(AdoptedStorage):
                 r.pages.settle(Side.HOST, chunk_pool)
                 r.pages.discard(chunk_pool)
         return chunk_pool
-
-    def unadopt(self) -> None:
-        """Give every tensor ordinary storage again, on the device while resident, else on the host,
-        and drop the ranges. Idempotent."""
-        self.scanner.discovered = frozenset()  # these may be another's from now on
-        if not self.ranges:
-            return
-        self.wait_for_host_readers()
-        before = self.stage
-        if self.on_device:
-            self.refuse_calls()
-        # what the object has got and nobody can move must not keep its values here
-        self.adapter.hands_back = True
-        try:
-            chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
-        except BaseException:
-            self.adapter.hands_back = False
-            if self.on_device:  # it stays, and can be called
-                self.calls.allow()
-                self.stage = before
-            raise
-        self.stage = Stage.LEAVING
-
-        def have_left(address: int) -> None:
-            if self.on_device:
-                self.device.wait_for_work()
-                for r in self.ranges:
-                    base = r.layout.addresses.base
-                    r.pages.vacate(
-                        [i for i, start in enumerate(r.starts) if base + start >= address],
-                        chunk_pool,
-                    )
-                chunk_pool.release()
-
-        self.scanner.unadopt(on_device=self.on_device, have_left=have_left)
-        if self.on_device:
-            # the kernels that copy the values out of the ranges have only been started
-            self.device.wait_for_work()
-        self.on_device = False
-        for r in self.ranges:
-            r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-        chunk_pool.release()
-        self.set_ranges(())

@@ -36,8 +36,9 @@ from placement.core.journal import logger
 from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
-from placement.devices.memory import Copy, HostSlab, Mark
+from placement.devices.memory import HostSlab, Mark
 from placement.ownership.adapter import Adapter
+from placement.storage.adoption import Adoption, start_saving
 from placement.storage.fingerprints import fingerprints, used_bytes
 from placement.storage.layout import Adoptee, RangeLayout, byte_view
 from placement.storage.managed import ManagedStorage
@@ -68,9 +69,15 @@ class ReplicatedStorage(ManagedStorage):
     `ranks`: the ranks that share it. All of them register it in the same change of the group."""
 
     def __init__(
-        self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks
+        self,
+        device: Device,
+        adapter: Adapter,
+        name: str,
+        readonly: bool,
+        adoption: Adoption,
+        ranks: Ranks,
     ) -> None:
-        super().__init__(device, adapter, name, readonly)
+        super().__init__(device, adapter, name, readonly, adoption)
         self._ranks = ranks
         # chunks whose own part is on its way, and what tells its arrival
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
@@ -192,7 +199,7 @@ class ReplicatedStorage(ManagedStorage):
                 return
             shared = r.host
             try:
-                own = self.scanner.new_slab(r.nbytes)
+                own = self.adoption.new_slab(r.nbytes)
             except HostMemoryError as error:
                 error.add_note(
                     f"placement: ranks share the host copy of what is frozen in {self.name!r}, and "
@@ -223,7 +230,9 @@ class ReplicatedStorage(ManagedStorage):
         own = [each for each in adoptees if not self.readonly and not _is_frozen(each)]
         return frozen, own
 
-    def adopt_shared(self, adoptees: list[Adoptee]) -> tuple[list[Range], list[Adoptee]]:
+    def adopt_shared(
+        self, adoptees: Sequence[Adoptee]
+    ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
         frozen, own = self._divide(adoptees)
         if not frozen:
             raise RegistrationError(
@@ -294,17 +303,12 @@ class ReplicatedStorage(ManagedStorage):
     def _write_share(
         self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab
     ) -> None:
-        copies = []
         spans = spans_of(layout.nbytes, self.device.chunk_bytes, self._ranks.shares)
-        for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):
-            if adoptee.storage.device == self.device.torch_device:
-                copies.append(
-                    Copy(adoptee.storage.data_ptr() + first, slab.address + start, nbytes)
-                )
-            else:
-                slab.view(start, nbytes).copy_(byte_view(adoptee.storage)[first : first + nbytes])
-        if copies:
-            self.device.copy(copies, "to_host")
+        overlaps = _overlaps(adoptees, layout.offsets, spans)
+        pieces = [
+            (adoptee.storage, start, offset, nbytes) for adoptee, offset, start, nbytes in overlaps
+        ]
+        start_saving(self.device, slab, pieces)
         self.device.sync()
 
     def _try_out(self) -> None:

@@ -1,5 +1,5 @@
-"""Look at what an object owns now: which storages lie at their places, which are new, who else uses
-them, where each new one goes, and how all of them get ordinary memory again at the end.
+"""One look at an object: which of its storages lie at their places, which are new, and how many of
+its tensors use each.
 
 Several tensors may lie in one storage, each in its own form: FSDP2's flat view of a padded storage
 and the local tensor cut from it, parameters cut from one buffer, tied weights of different shapes.
@@ -9,59 +9,29 @@ A tensor that was put in place of one of them is known by its name alone. Storag
 
 from __future__ import annotations
 
-import gc
-import itertools
 import operator
-import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.core.interrupts import WeakIdSet
-from placement.devices.base import Device
-from placement.devices.host.slab import cut
-from placement.devices.memory import Addresses, Copy, HostSlab
-from placement.ownership.adapter import HANDED_BACK, Adapter, Seen
-from placement.storage.fingerprints import used_bytes
-from placement.storage.layout import (
-    ALIGNMENT,
-    Adoptee,
-    RangeLayout,
-    byte_view,
-    expected_bytes,
-    move_out,
-)
-from placement.storage.range import (
-    RANGES,
-    ObjectRanges,
-    Owner,
-    Range,
-    Versions,
-)
-from placement.storage.state_dicts import StateDictTensors
+from placement.core.weak import WeakIdSet
+from placement.ownership.adapter import Adapter, Seen
+from placement.storage.layout import Adoptee
+from placement.storage.owners import RANGES, Owner
+from placement.storage.places import ObjectRanges
+from placement.storage.range import Range
+from placement.storage.versions import Versions
+from placement.storage.watch.state_dicts import StateDictTensors
 from placement.tensors.alive import PlacedStorage, Unadopted, storage_use_count
-from placement.tensors.plain import (
-    Owned,
-    align_all,
-    dense_parts,
-    follow,
-    has_storage,
-    is_leaf,
-    is_plain_type,
-    is_sparse,
-    own_storages,
-)
+from placement.tensors.plain import Owned, align_all, is_sparse, own_storages
 
 _CDATA = operator.attrgetter("_cdata")
 _STORAGE = torch.Tensor.untyped_storage
-# for stray references to go away before they are reported, with a process group
-_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
 
 
 class Relocated(NamedTuple):
@@ -77,14 +47,38 @@ class Scan(NamedTuple):
     """One look at an object: the storages that it owns outside their places, one adoptee a storage,
     in the adapter's order."""
 
-    lasting: list[Adoptee]
-    transient: list[Adoptee]
-    relocated: list[Relocated]
+    lasting: Sequence[Adoptee] = ()
+    transient: Sequence[Adoptee] = ()
+    relocated: Sequence[Relocated] = ()
     # the tensors that are at their places; None where a quick look has shown that nothing changed
     in_place: Sequence[Owned] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.lasting or self.transient or self.relocated)
+    @property
+    def new(self) -> list[Adoptee]:
+        """The storages that have no place."""
+        return [*self.lasting, *self.transient]
+
+    @property
+    def outside(self) -> list[Adoptee]:
+        return [*(relocated.adoptee for relocated in self.relocated), *self.new]
+
+    def split(self, device: torch.device) -> tuple[list[Adoptee], Scan]:
+        """The new storages on this device, and those elsewhere."""
+
+        def away(adoptees: Sequence[Adoptee]) -> list[Adoptee]:
+            return [adoptee for adoptee in adoptees if adoptee.storage.device != device]
+
+        here = [adoptee for adoptee in self.new if adoptee.storage.device == device]
+        return here, Scan(away(self.lasting), away(self.transient))
+
+    def with_relocated(self) -> Scan:
+        """The same with the relocated storages among the new ones, as far as they have bytes."""
+        lasting, transient = [*self.lasting], [*self.transient]
+        for relocated in self.relocated:
+            adoptee = relocated.adoptee
+            if adoptee.nbytes:
+                (transient if adoptee.owned[0].transient else lasting).append(adoptee)
+        return self._replace(lasting=lasting, transient=transient, relocated=[])
 
 
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
@@ -93,19 +87,24 @@ BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 optimizer's shard in the model's buffer). They may have left placement since."""
 
 
-def known_aliases(storages: Sequence[int]) -> list[int]:
-    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the
-    last look at each object."""
-    total = [0] * len(storages)
-    for table in [scanner.aliases for scanner in _SCANNERS]:
-        total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
-    return total
+def alias_tables() -> list[dict[int, int]]:
+    """`StorageScanner.aliases` of each registered object. No table is ever changed: a look that
+    finds other numbers makes another one."""
+    return [scanner.aliases for scanner in _SCANNERS]
 
 
 def lent_gradients() -> set[int]:
     """The storages (`_cdata`) of gradients that are also state of a registered optimizer now: see
     `Adapter.lent_gradients`."""
     return set().union(*(scanner.lent_gradients() for scanner in _SCANNERS))
+
+
+def registered_tensors() -> Iterator[torch.Tensor]:
+    """The tensors of all registered objects, and the parameters that optimizers step, whose modules
+    may be gone."""
+    for scanner in _SCANNERS:
+        yield from scanner.adapter.stepped()
+        yield from scanner.tensors_now()
 
 
 def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
@@ -146,20 +145,21 @@ def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
     )
 
 
+def _places(ranges: Sequence[Range]) -> dict[int, int]:
+    """The address of the place of each adopted storage that is alive."""
+    return {
+        entry.ref.cdata: r.layout.addresses.base + entry.offset
+        for r in ranges
+        for entry in r.placed
+        if storage_use_count(entry.ref.cdata)
+    }
+
+
 class _Walk:
     """One walk over the tensors that an object owns. Each dictionary is by storage (`_cdata`)."""
 
     def __init__(self, tensors: Iterable[Owned], ranges: Sequence[Range]) -> None:
-        placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        addresses = [
-            base + entry.offset
-            for r in ranges
-            for base in (r.layout.addresses.base,)
-            for entry in r.placed
-        ]
-        places = dict(
-            itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed))
-        )
+        places = _places(ranges)
         # There may be tens of thousands of tensors, so the loop has local names.
         self.storages = storages = list[int]()  # the storage of each tensor, in the adapter's order
         # the tensors whose storages are adopted and at their places
@@ -188,17 +188,21 @@ class _Walk:
 
 
 class StorageScanner:
-    """Knows the storages of one object: its ranges, what lies in them, and what lies outside. Makes
-    ranges for new storages.
+    """Knows the storages of one object: which lie in its ranges, and which outside.
     `owner`: the owner of the ranges in the process's table (`RANGES`)."""
 
-    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
-        self._device = device
+    def __init__(
+        self,
+        adapter: Adapter,
+        owner: Owner,
+        ranges: ObjectRanges,
+        state_dict_tensors: StateDictTensors,
+    ) -> None:
         self.adapter = adapter
-        self.name = name
+        self.name = owner.name
         self._owner = weakref.ref(owner)
-        self.ranges = ObjectRanges(name)
-        self.state_dict_tensors = StateDictTensors(device, adapter, self.ranges)
+        self.ranges = ranges
+        self.state_dict_tensors = state_dict_tensors
         # the counters of the adopted storages, as of the last look. A write raises them.
         self.versions = Versions()
         self.aliases: dict[int, int] = {}
@@ -211,18 +215,10 @@ class StorageScanner:
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's
         storage, address and version."""
-        # the `Adapter.steady` of what `adopt` was given, until the next look: it has moved in by
-        # then
+        # the `Adapter.steady` of what was adopted since the last look: it has moved in by the next
         self._adopted: object | None = None
         # the ranges at the last `unadopted`, and the record
         self._measured_at: tuple[tuple[Range, ...], object] | None = None
-        # host memory reserved for storages that are not created yet
-        self.reserved: HostSlab | None = None
-        self._reserved_addresses: Addresses | None = None
-        # memory of gradients that have died, for those of the present offload: pinning takes long
-        self.spare: HostSlab | None = None
-        self.new_slab: Callable[[int], HostSlab] = device.host
-        self.when_unused: Callable[[], object] = lambda: None  # see `Range`
         _SCANNERS.add(self)
 
     def lent_gradients(self) -> set[int]:
@@ -249,65 +245,79 @@ class StorageScanner:
         the storages outside their places.
         `movable`: give sparse gradients storages that nothing else uses, so that everything new can
         be moved.
-        `anew`: look at every tensor, even if nothing has changed since the last look."""
-        if anew:
-            self._last = None
-        ranges, adopted, self._adopted = self.ranges.all, self._adopted, None
-        last = self._last if self._last is not None and self._last[0] is ranges else None
-        is_known = last is not None or (adopted is not None and adopted is self.adapter.steady)
-        seen = self.adapter.unchanged() if is_known else None
-        if seen is not None and (
-            self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])
-        ):
-            return Scan([], [], [])
-        walk = _Walk(self.adapter.owned(), ranges)
+        `anew`: look at every tensor, even if nothing has changed since the last look.
+
+        Raises RegistrationError: a storage belongs to another handle.
+        """
+        if not anew and self._is_known():
+            return Scan()
+        self._last = self._adopted = None
+        walk = self._walk(movable=movable)
+        self._note(walk)
+        shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in self.state_dict_tensors:
+            shown[tensor.untyped_storage()._cdata].append(tensor)
+        places = {}
+        if walk.elsewhere:
+            places = {entry.ref.cdata: (r, entry) for r in self.ranges.all for entry in r.placed}
+        relocated = [
+            Relocated(*places[key], _adoptee(tensors, shown.get(key, ())))
+            for key, tensors in walk.elsewhere.items()
+        ]
+        lasting, transient = list[Adoptee](), list[Adoptee]()
+        for key, tensors in walk.new.items():
+            adoptee = _adoptee(tensors, shown.get(key, ()))
+            first = adoptee.owned[0]
+            if first.tensor.numel():
+                (transient if first.transient else lasting).append(adoptee)
+        return Scan(lasting, transient, relocated, walk.in_place)
+
+    def _is_known(self) -> bool:
+        """Whether a quick look shows that nothing has changed since the last one, except that what
+        was adopted has moved in. Updates what is known."""
+        last, adopted, self._adopted = self._last, self._adopted, None
+        if last is not None and last[0] is not self.ranges.all:
+            last = None
+        if last is None and (adopted is None or adopted is not self.adapter.steady):
+            return False
+        if (seen := self.adapter.unchanged()) is None:
+            return False
+        return self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])
+
+    def _walk(self, *, movable: bool) -> _Walk:
+        walk = _Walk(self.adapter.owned(), self.ranges.all)
         if movable and (sparse := list(self.adapter.sparse())):
             del walk  # its tensors use the sparse gradients' storages, too
             for tensor in sparse:
                 own_storages(tensor)
-            walk = _Walk(self.adapter.owned(), ranges)
+            walk = _Walk(self.adapter.owned(), self.ranges.all)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
             del walk  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
-        self.discovered, hosts = frozenset(walk.new), self._note_borrowed()
-        self.versions, self._alive = walk.versions, walk.references + hosts
-        self.aliases = dict(Counter([*walk.storages, *(host.cdata for host in hosts)]))
-        self._last = None
+        return walk
+
+    def _note(self, walk: _Walk) -> None:
+        """Take what a walk has found as known from now on."""
+        self.discovered, self.versions = frozenset(walk.new), walk.versions
+        self._note_aliases(walk.storages, walk.references)
         if (
             walk.storages
             and len(walk.in_place) == len(walk.storages)
             and (seen := self.adapter.unchanged()) is not None
         ):
-            self._last = ranges, walk.storages, seen.addresses, seen.versions
-        shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        for tensor in self.state_dict_tensors:
-            shown[tensor.untyped_storage()._cdata].append(tensor)
-        entries = (
-            {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed}
-            if walk.elsewhere
-            else {}
-        )
-        relocated = [
-            Relocated(*entries[key], _adoptee(each, shown.get(key, ())))
-            for key, each in walk.elsewhere.items()
-        ]
-        adoptees = [_adoptee(each, shown.get(key, ())) for key, each in walk.new.items()]
-        moving = [
-            (each, each.owned[0].transient) for each in adoptees if each.owned[0].tensor.numel()
-        ]
-        return Scan(
-            [each for each, goes in moving if not goes],
-            [each for each, goes in moving if goes],
-            relocated,
-            walk.in_place,
-        )
+            self._last = self.ranges.all, walk.storages, seen.addresses, seen.versions
 
     def versions_now(self) -> Versions:
         """The counters of the adopted storages, as of a new look."""
         self.rescan()
         return self.versions
+
+    def _note_aliases(self, storages: list[int], references: list[StorageWeakRef]) -> None:
+        hosts = self._note_borrowed()
+        self._alive = references + hosts
+        self.aliases = dict(Counter([*storages, *(host.cdata for host in hosts)]))
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
@@ -324,6 +334,11 @@ class StorageScanner:
             for key, tensor in (borrowed | bases).items()
             if key not in stepped
         ]
+
+    def note_adopted(self) -> None:
+        """Note that storages of the last look were adopted, so that the next one begins with their
+        places."""
+        self._adopted = self.adapter.steady
 
     def note_places(self, born: Scan) -> None:
         if born.in_place is not None:
@@ -358,19 +373,13 @@ class StorageScanner:
         moved in since. Updates what is known."""
         ranges, storages = self.ranges.all, list(map(_STORAGE, found.tensors))
         keys = list(map(_CDATA, storages))
-        places = {
-            entry.ref.cdata: r.layout.addresses.base + entry.offset
-            for r in ranges
-            for entry in r.placed
-        }
+        places = _places(ranges)
         if not keys or list(map(places.get, keys)) != list(
             map(torch.UntypedStorage.data_ptr, storages)
         ):
             return False
-        hosts = self._note_borrowed()
         self.discovered, self.versions = frozenset(), Versions(keys, found.versions)
-        self._alive = [*(entry.ref for r in ranges for entry in r.placed), *hosts]
-        self.aliases = dict(Counter([*keys, *(host.cdata for host in hosts)]))
+        self._note_aliases(keys, [entry.ref for r in ranges for entry in r.placed])
         self._last = ranges, keys, found.addresses, found.versions
         return True
 
@@ -380,35 +389,30 @@ class StorageScanner:
         sparse gradient, which gets a storage of its own before it is moved, and whatever is handed
         back. Nothing else may be claimed a second time: whose it is was decided when it was first
         seen."""
+        if not found:
+            return [], None
         owners = RANGES.owners_of(
-            each[0].tensor.untyped_storage().data_ptr() for each in found.values()
+            tensors[0].tensor.untyped_storage().data_ptr() for tensors in found.values()
         )
         theirs = {
             key: owner
             for key, owner in zip(found, owners, strict=True)
             if owner is not None and owner is not self._owner()
         }
-        modules: Collection[Owner] = ()
-        if self.adapter.kind == "optimizer" and found and not self.adapter.hands_back:
-            steps = {
-                *RANGES.owners_of(
-                    each.untyped_storage().data_ptr() for each in self.adapter.stepped()
-                )
-            }
-            modules = [each for each in steps if each is not None and each is not self._owner()]
-        for other in _SCANNERS if found and not self.adapter.hands_back else ():
-            owner = other._owner()
-            shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
-            if owner is None or other is self or not (owner in modules or shares):
-                continue
-            now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
-            theirs |= {
-                key: owner
-                for key in found
-                if key in now
-                and (owner in modules or key in other.discovered)
-                and key not in theirs
-            }
+        modules = set[Owner | None]()
+        if not self.adapter.hands_back:
+            modules = self._modules()
+            for other in _SCANNERS:
+                owner = other._owner()
+                if owner is None or other is self:
+                    continue
+                # what another object has got since its last look is its own all the same
+                if owner not in modules and other.discovered.isdisjoint(found):
+                    continue
+                now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
+                for key in found:
+                    if key in now and (owner in modules or key in other.discovered):
+                        theirs.setdefault(key, owner)
         for key, owner in theirs.items():
             first = next((owned for owned in found[key] if not owned.held), found[key][0])
             is_left = (
@@ -419,6 +423,13 @@ class StorageScanner:
             if not is_left and not all(owned.held for owned in found[key]):
                 return [], _refusal(first, self.name, self.adapter.kind, owner.name)
         return [*theirs], None
+
+    def _modules(self) -> set[Owner | None]:
+        """For an optimizer: the owners of the parameters that it steps."""
+        if self.adapter.kind != "optimizer":
+            return set()
+        stepped = (tensor.untyped_storage().data_ptr() for tensor in self.adapter.stepped())
+        return {*RANGES.owners_of(stepped)} - {self._owner()}
 
     def unadopted(self) -> Unadopted | None:
         """The object's storages in torch's own memory. None where nothing that comes with a
@@ -431,301 +442,4 @@ class StorageScanner:
             return None
         new = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return Unadopted.of([each.storage for each in (*new.lasting, *new.transient)])
-
-    def adopt(
-        self,
-        adoptees: list[Adoptee],
-        *,
-        transient: bool = False,
-        in_parts: bool = False,
-    ) -> Range | None:
-        """Reserve a range and a slab for new storages and start saving their bytes. The storages
-        stay where they are until `move_in`.
-        `in_parts`: more will come (bucket by bucket), so only a part of the reserved host memory is
-        taken."""
-        if not adoptees:
-            return None
-        self._adopted = self.adapter.steady
-        layout = RangeLayout(
-            self._device, adoptees, self._device.reserve if in_parts else self._addresses
-        )
-        nbytes = used_bytes(layout.nbytes)
-        spare = self.spare if transient else None
-        self.spare = None if transient else self.spare
-        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
-            slab = spare
-        elif self.reserved is None or self.reserved.nbytes < nbytes:
-            slab = self.new_slab(nbytes)
-        else:
-            slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
-        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
-        fresh.when_unused = self.when_unused
-        copies = []
-        for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
-            if adoptee.storage.device == self._device.torch_device:
-                copies.append(
-                    Copy(adoptee.storage.data_ptr(), slab.address + offset, adoptee.nbytes)
-                )
-            else:
-                fresh.view(offset, adoptee.nbytes).copy_(byte_view(adoptee.storage))
-        if copies:
-            self._device.copy(copies, "to_host")
-        return fresh
-
-    def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
-        """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
-        return (
-            used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT)
-            if sizes
-            else 0
-        )
-
-    @property
-    def reserved_bytes(self) -> int:
-        return 0 if self.reserved is None else self.reserved.held_bytes
-
-    @property
-    def reserved_file_bytes(self) -> int:
-        return 0 if self.reserved is None else self.reserved.file_bytes
-
-    def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes) in so many ranges:
-        their first offload cannot lack them."""
-        if sizes:
-            nbytes = self.host_bytes_for(sizes, parts)
-            self._reserved_addresses = self._device.reserve(nbytes)
-            self.reserved = self.new_slab(nbytes)
-
-    def _addresses(self, nbytes: int) -> Addresses:
-        if self._reserved_addresses is not None and self._reserved_addresses.nbytes >= nbytes:
-            addresses, self._reserved_addresses = self._reserved_addresses, None
-            return addresses
-        return self._device.reserve(nbytes)
-
-    # --- the end of adoption
-
-    def unadopt(self, *, on_device: bool, have_left: Callable[[int], object]) -> None:
-        """Give every tensor ordinary memory again, on the device or on the host. The ranges stay,
-        empty. Idempotent: where memory lacks, it can be repeated.
-        `have_left`: called with an address when everything that lay there and above has left, so
-        that the memory behind it can go before the rest needs as much."""
-        # what was loaded back is the object's own, and goes with what shares its memory
-        if on_device:
-            self.state_dict_tensors.disown(each.tensor for each in self.adapter.owned())
-        self.state_dict_tensors.leave()
-        # first, because a registration that broke off may have tensors to point to other storages
-        for r in self.ranges.all:
-            r.move_in()
-        everything = list(self.adapter.owned())
-        # On another device only the tensors that are named here follow. Beside the object's own
-        # these are what its views were made from, and a shard of an optimizer in the module's
-        # buffer.
-        own = [
-            each
-            for owned in everything
-            for each in (owned.tensor, owned.tensor._base)
-            if each is not None
-        ]
-        homes: dict[int, torch.UntypedStorage] = {}
-        # Some lie in a range without having been adopted there: a state dict showed them, and was
-        # loaded back.
-        is_alone = not any(True for _ in self.state_dict_tensors.shown())
-        self._move_out(
-            self._in_range(each.tensor.untyped_storage() for each in everything),
-            (*own, *BORROWED),
-            homes,
-            on_device,
-            have_left if is_alone else _nothing_to_do,
-        )
-        others: list[Owned] = []
-        if left := self._in_range(self.state_dict_tensors.shown()):
-            # Somebody else has them: an optimizer that outlives the module, a module that got a
-            # layer of this one, a variable. To find them takes tens of milliseconds, so nobody is
-            # asked before.
-            others = _users_in_the_process({storage._cdata for storage, _, _ in left})
-            # The parameters that optimizers step are asked for, too, because their modules may be
-            # gone.
-            registered = [
-                each
-                for scanner in _SCANNERS
-                for each in (*scanner.adapter.stepped(), *scanner.tensors_now())
-            ]
-            more = (*registered, *(each.tensor for each in others))
-            self._move_out(left, more, homes, on_device, _nothing_to_do)
-        BORROWED.update(
-            each.tensor
-            for each in everything
-            if RANGES.owner_of(each.tensor.untyped_storage().data_ptr()) is not None
-        )
-        if self.adapter.kind == "optimizer" and not on_device:
-            HANDED_BACK.update(own)
-        follow((*everything, *others))
-        self.align_wrappers()
-        align_all(others)
-
-    def _move_out(
-        self,
-        placed: list[_InRange],
-        tensors: Iterable[torch.Tensor],
-        homes: dict[int, torch.UntypedStorage],
-        on_device: bool,
-        have_left: Callable[[int], object],
-    ) -> None:
-        """Give these storages, and those of these tensors that use them, ordinary memory. Empties
-        the list, which keeps them alive. `have_left`: see `unadopt`."""
-        aliases: dict[int, dict[int, torch.Tensor]] = {}
-        for tensor in tensors:
-            aliases.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
-        placed.sort(key=lambda place: place[1].layout.addresses.base + place[2])
-        moved_bytes = 0
-        while placed:
-            storage, r, offset = placed.pop()
-            nbytes = storage.nbytes()
-            bytes_now = r.on_device(offset, nbytes) if on_device else r.view(offset, nbytes)
-            target = self._device.torch_device if on_device else torch.device("cpu")
-            move_out(
-                self._device,
-                storage,
-                [*aliases.get(storage._cdata, {}).values()],
-                target,
-                bytes_now,
-                homes,
-            )
-            moved_bytes += nbytes
-            if moved_bytes >= _LEAVING_TOGETHER_BYTES:
-                have_left(r.layout.addresses.base + offset)
-                moved_bytes = 0
-
-    def _in_range(self, more: Iterable[torch.UntypedStorage]) -> list[_InRange]:
-        """The storages that lie at addresses of a range, among the adopted ones and these."""
-        adopted = [
-            storage
-            for r in self.ranges.all
-            for entry in r.placed
-            if (storage := entry.storage()) is not None
-        ]
-        storages = {storage._cdata: storage for storage in (*adopted, *more)}.values()
-        places = [
-            (storage, *place)
-            for storage in storages
-            if (place := self.ranges.at(storage.data_ptr())) is not None
-        ]
-        return [
-            (s, r, offset)
-            for s, r, offset in places
-            if s.data_ptr() == r.layout.addresses.base + offset
-        ]
-
-
-# a storage at the addresses of a range, the range, and its offset there
-_InRange = tuple[torch.UntypedStorage, Range, int]
-_LEAVING_TOGETHER_BYTES = 1 << 30
-
-
-def _nothing_to_do(_: int) -> None:
-    pass
-
-
-def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
-    """The tensors that use these storages (`_cdata`), among all that Python's garbage collector
-    knows. `gc.freeze()` hides some."""
-    found: list[Owned] = []
-    # the subclasses that anybody made would run code of theirs at each question
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _tensors_of_the_process():
-            # somebody's wrapper that cannot name its parts must not keep this object's values
-            with suppress(Exception):
-                for path, part in dense_parts(tensor):
-                    wrapper, cls = None if part is tensor else tensor, type(part)
-                    # A class with a dispatch of its own has not its bytes in a storage of its own,
-                    # to be given another.
-                    is_plain = (
-                        is_plain_type(cls)
-                        or cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-                    )
-                    if is_plain and has_storage(part) and part.untyped_storage()._cdata in storages:
-                        found += [
-                            Owned(path, each, wrapper=wrapper)
-                            for each in (part, part._base)
-                            if each is not None
-                        ]
-    return found
-
-
-def _tensors_of_the_process() -> Iterator[torch.Tensor]:
-    # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of
-    # theirs.
-    known: list[torch.Tensor] = [
-        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
-    ]
-    for each in known:
-        if not torch._C._functorch.is_functorch_wrapped_tensor(each):
-            yield each
-            if is_leaf(each) and (gradient := each.grad) is not None:
-                yield gradient
-
-
-# --- stray references: references to adopted storages that others hold, which read poison after the
-# offload
-
-
-def uncounted(ranges: Iterable[Range]) -> list[PlacedStorage]:
-    """The storages whose rightful references are not counted yet."""
-    return [
-        entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0
-    ]
-
-
-def count_uses(ranges: Iterable[Range]) -> None:
-    """Count, once for each storage, its references of now without those of known tensors. So many
-    it has by right."""
-    entries = uncounted(ranges)
-    for entry, known in zip(
-        entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True
-    ):
-        entry.use_count = entry.uses() - known
-    for r in ranges:
-        if r.counted is None:
-            r.counted = (
-                [entry.ref.cdata for entry in r.placed],
-                [entry.use_count for entry in r.placed],
-            )
-
-
-def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
-    """The number of references beyond the rightful ones, by the storage's name, for storages that
-    have been counted.
-    `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
-    found: dict[str, int] = {}
-    # none is ever changed: a look that finds other numbers makes another
-    tables = [scanner.aliases for scanner in _SCANNERS]
-    for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
-        if r.counted is None:
-            continue
-        storages, uses = r.counted
-        counts = list(map(storage_use_count, storages))
-        seen = (r.counted, tables, counts)
-        if seen == r.without_stray_references:
-            continue
-        surplus = list(map(operator.sub, counts, map(operator.add, known_aliases(storages), uses)))
-        r.without_stray_references = seen if max(surplus, default=0) <= 0 else None
-        if r.without_stray_references is None:
-            found |= {
-                each.name: n
-                for each, n in zip(r.placed, surplus, strict=True)
-                if n > 0 and each.ref.cdata not in lasting
-            }
-    return found
-
-
-def lasting_stray_references(look: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """The stray references that `look` still finds after a process group's thread has had time to
-    drop its own to what it sent."""
-    for seconds in _WAITS_SECONDS:
-        if not (found := look()) or not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):
-            return found
-        time.sleep(seconds)
-    return look()
+        return Unadopted.of([adoptee.storage for adoptee in new.new])

@@ -17,7 +17,8 @@ from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk
 from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import RANGES, Range
+from placement.storage.owners import RANGES
+from placement.storage.range import Range
 from placement.testing import InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.planning.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 from tests.support.buckets import set_bucket_bytes

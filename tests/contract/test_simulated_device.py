@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.devices.base import POISON_WORD, poison_bytes
 from placement.devices.memory import Chunk, Copy
+from placement.devices.simulated import device as device_module
 from placement.testing import SimulatedDevice
 from tests.support.forked import exit_code
 from tests.support.poison import poison, reads_poison
@@ -29,16 +31,11 @@ def make(capacity: int = 8 * SIZE, **options: Any) -> SimulatedDevice:
     return SimulatedDevice(capacity, chunk_bytes=SIZE, granularity=4096, **options)
 
 
-def bytes_in_memory_files() -> int:
-    """What the kernel holds for this process's memory files."""
-    held = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            if os.readlink(descriptor).startswith("/memfd:placement-device"):
-                held += os.stat(descriptor).st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return held
+def bytes_in_memory() -> int:
+    """The private memory of this process, as the kernel counts it."""
+    counted = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert counted is not None
+    return int(counted[1]) << 10
 
 
 def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
@@ -56,21 +53,58 @@ def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
     device.create(4096)
 
 
-def test_memory_goes_back_to_the_host() -> None:
-    device = make()
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 16 << 20])
+def test_memory_goes_back_to_the_host(chunk_bytes: int) -> None:
+    """Small pages and huge ones."""
+    device = SimulatedDevice(4 * chunk_bytes, chunk_bytes=chunk_bytes)
     gc.collect()  # devices of earlier tests
-    before = bytes_in_memory_files()
-    addresses = device.reserve(4 * SIZE)
-    chunks = [device.create(SIZE) for _ in range(4)]
+    before = bytes_in_memory()
+
+    def chunks_in_memory() -> float:
+        return (bytes_in_memory() - before) / chunk_bytes
+
+    addresses = device.reserve(4 * chunk_bytes)
+    chunks = [device.create(chunk_bytes) for _ in range(4)]
     device.map(addresses, chunks)
-    device.view(addresses, 0, 4 * SIZE).fill_(1)
-    assert bytes_in_memory_files() == before + 4 * SIZE
-    device.unmap(addresses, 4 * SIZE)
+    device.view(addresses, 0, 4 * chunk_bytes).fill_(1)
+    assert chunks_in_memory() == pytest.approx(4, abs=0.5)
+    device.unmap(addresses, 4 * chunk_bytes)
     device.release(chunks.pop())
-    assert bytes_in_memory_files() == before + 3 * SIZE
+    assert chunks_in_memory() == pytest.approx(3, abs=0.5)
     chunks.clear()
     device.memory()
-    assert bytes_in_memory_files() == before
+    assert chunks_in_memory() == pytest.approx(0, abs=0.5)
+
+
+@pytest.mark.parametrize("flags_known", [True, False])
+def test_values_move_with_their_chunk(flags_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel before 5.7, and gVisor, do not know these flags, and refuse them like this one does
+    others."""
+    if not flags_known:
+        monkeypatch.setattr(device_module, "_MOVE_PAGES", 0x80)
+    device = make()
+    here, there = device.reserve(2 * SIZE), device.reserve(2 * SIZE)
+    chunks = [device.create(SIZE), device.create(SIZE)]
+    device.map(here, chunks)
+    device.view(here, 0, 2 * SIZE).copy_(torch.arange(2 * SIZE).to(torch.uint8))
+    device.unmap(here, 2 * SIZE)
+    assert reads_poison(device.view(here, 0, 2 * SIZE))
+    device.map(there, chunks)
+    assert torch.equal(device.view(there, 0, 2 * SIZE), torch.arange(2 * SIZE).to(torch.uint8))
+
+
+def test_a_chunk_outlives_the_addresses_where_it_was() -> None:
+    device = make()
+    chunk = device.create(SIZE)
+    device.map(device.reserve(SIZE), [chunk])
+    gc.collect()
+    again = device.reserve(SIZE)
+    device.map(again, [chunk])
+    device.view(again, 0, SIZE).fill_(7)
+    device.unmap(again, SIZE)
+    assert reads_poison(device.view(again, 0, SIZE))
+    device.map(again, [chunk])
+    assert device.view(again, 0, SIZE).eq(7).all()
 
 
 def test_neighbours_take_one_mapping(mappings: Callable[[], int]) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from placement import Manager, State
-from placement.core.interrupts import BackgroundThread, WeakIdSet, check, deferred
+from placement.core.interrupts import BackgroundThread, check, deferred
 from placement.core.journal import Journal
+from placement.core.weak import WeakIdSet
 from placement.devices.host.slab import Reservation, promised_bytes
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_a_thread, until

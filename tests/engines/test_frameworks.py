@@ -373,6 +373,9 @@ def test_a_model_that_replaces_another_is_moved_and_guarded() -> None:
     for module in (old, new):
         with pytest.raises(NotResidentError, match="'rollout' is CPU_OFFLOADED"):
             module(batch())
+    holding = rollout.holding
+    assert holding is not None
+    assert len(holding.announce.leaving) == 1, "the guard of the old model alone is told no more"
     assert all(tensor.isfinite().all() for tensor in new.state_dict().values())
     with manager.phase("rollout"):
         assert_same(new(batch()).detach(), wanted)

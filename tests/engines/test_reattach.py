@@ -7,8 +7,16 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
-from placement import BrokenHandleError, EngineError, EngineLost, State
+from placement import (
+    BrokenHandleError,
+    DeviceMemoryError,
+    EngineError,
+    EngineLost,
+    PhaseError,
+    State,
+)
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Start
 from tests.engines.standin import Sglang0523, Sglang059, Vllm024, Vllm033
@@ -140,3 +148,44 @@ def test_an_engine_that_cannot_be_asked_says_so(start: Start) -> None:
 
     with pytest.raises(EngineError, match="register it anew"):
         Follower().reattach()
+
+
+def test_a_suspension_asks_an_engine_that_was_off_the_device(start: Start) -> None:
+    """It was restarted meanwhile, and the other process would find its memory taken."""
+    job = start(Vllm033)
+    free_bytes = job.device.memory().free_bytes
+    job.server.restart()  # type: ignore[attr-defined]
+    assert job.device.memory().free_bytes < free_bytes
+    assert job.manager.suspend().suspended
+    assert job.server.memory.tags == set()
+    assert job.device.memory().free_bytes == free_bytes
+    job.manager.resume()
+    assert job.step() == "actor"
+
+
+def test_a_suspension_is_refused_while_an_engine_is_lost(start: Start) -> None:
+    job = start(Vllm033)
+    with pytest.raises(EngineLost), job.rolling_out():
+        job.server.is_dead = True
+    with pytest.raises(PhaseError, match="'rollout' is broken and cannot offload"):
+        job.manager.suspend()
+    job.server.is_dead = False
+    job.server.restart()  # type: ignore[attr-defined]
+    assert job.manager.suspend().suspended
+    assert job.server.memory.tags == set()
+
+
+def test_memory_that_a_restarted_engine_has_is_named_and_given_back(start: Start) -> None:
+    """It was off the device, so that its memory counts as that of others, and the plan does not
+    fit."""
+    job = start(Vllm033)
+    whole_bytes = job.device.memory().free_bytes
+    job.server.restart()  # type: ignore[attr-defined]
+    large = torch.nn.Linear(1, whole_bytes * 6 // 80)  # six tenths of what was free
+    job.manager.register("ref", large, role="ref", readonly=True)
+    with pytest.raises(DeviceMemoryError) as caught:
+        job.manager.phase("ref_log_prob").__enter__()
+    assert "engine 'rollout' was restarted" in caught.value.__notes__[-1]
+    assert job.server.memory.tags == set()
+    with job.manager.phase("ref_log_prob"):
+        pass

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from placement.storage.adopted import AdoptedStorage, Stage
+from placement.storage.managed import ManagedStorage
+from placement.storage.move import Stage
 from tests.faults.harness import many_cases
 
 NEXT = {
@@ -34,7 +35,7 @@ def legal_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every storage goes from stage to stage as `Stage` says, through all faults."""
     wrong = []
 
-    def note(storage: AdoptedStorage, name: str, value: Any) -> None:
+    def note(storage: ManagedStorage, name: str, value: Any) -> None:
         before = vars(storage).get("stage")
         if name == "stage" and before is not None:
             is_legal = value in NEXT[before] and value not in (
@@ -43,6 +44,6 @@ def legal_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             wrong.extend([] if is_legal else [(storage.name, before, value, storage.on_device)])
         object.__setattr__(storage, name, value)
 
-    monkeypatch.setattr(AdoptedStorage, "__setattr__", note, raising=False)
+    monkeypatch.setattr(ManagedStorage, "__setattr__", note, raising=False)
     yield
     assert not wrong

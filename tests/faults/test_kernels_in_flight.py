@@ -18,7 +18,7 @@ import placement
 from placement import State
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.policies import Colocated, Cyclic, Resident
-from placement.storage.state_dicts import StateDictTensors
+from placement.storage.watch.state_dicts import StateDictTensors
 from placement.testing import InjectedFault
 from tests.support.buckets import set_bucket_bytes
 from tests.support.kernel_device import KernelDevice, kernels_noted

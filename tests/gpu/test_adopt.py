@@ -57,8 +57,7 @@ class PlacedStorage:
                     torch.frombuffer(bytearray(bytes_of(claim.storage)), dtype=torch.uint8)
                 )
         device.sync()
-        for index in range(len(claims)):
-            self.layout.move_in(index)
+        self.layout.move_in()
         self.layout.forget_adoptees()
         self.chunks: list[Chunk] = []
 
@@ -361,7 +360,7 @@ kept = torch.full((3_000_000,), 7.0, device="cuda")
 adoptee = range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))
 layout = range_layout.RangeLayout(device, [adoptee])
 slab = device.host(layout.nbytes)
-layout.move_in(0)
+layout.move_in()
 assert bool(kept.isnan().all())
 chunk = device.create(layout.nbytes)
 device.map(layout.addresses, [chunk])

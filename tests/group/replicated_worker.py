@@ -16,9 +16,9 @@ from placement import Handle, Lazy, Manager, State
 from placement.core.errors import GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.storage.shared import SharedRange
-from placement.storage.state_dicts import are_only_read
+from placement.storage.watch.state_dicts import are_only_read
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_ranks_apart import Engine
 from tests.sharded.training import bytes_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager
-from placement.core.errors import GroupError, PhaseError
+from placement.core.errors import GroupError, PhaseError, PolicyError
 from placement.group import Group, StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.manager_ranks import Rank, enter, groups_of, meet, ranks_of
@@ -205,10 +205,6 @@ def entered_twice(rank: Rank) -> None:
 
 
 ENTRIES: dict[str, tuple[Callable[[Rank], object], str]] = {
-    "policy, idle": (
-        lambda rank: policy_fails(rank, "idle"),
-        ("PolicyError: policy 'colocated' failed on phase 'idle'"),
-    ),
     "policy, train": (
         lambda rank: policy_fails(rank, "train"),
         ("PolicyError: policy 'colocated' failed on phase 'train'"),
@@ -250,6 +246,25 @@ def test_an_entry(how: str, failing: int) -> None:
     for failures in found:
         assert failures[failing].startswith(reason)
     assert [rank.group.epoch for rank in ranks] == [before + 1] * 2
+    meet(ranks)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_policy_that_has_no_plan_after_the_phase(failing: int) -> None:
+    """It is asked as the phase is left. Everything leaves the device."""
+    ranks = ranks_of(2)
+    meet(ranks)
+    found = on_all(
+        ranks,
+        lambda rank: failures_or_own(
+            rank,
+            lambda: policy_fails(rank, "idle") if rank.group.rank == failing else enter(rank),
+        ),
+    )
+    for failures in found:
+        assert failures[failing].startswith("PolicyError: policy 'colocated' failed on phase")
+    for rank in ranks:
+        assert_nothing_resident(rank.manager)
     meet(ranks)
 
 
@@ -312,7 +327,7 @@ def failures_or_own(rank: Rank, do: Callable[[], Any]) -> dict[int, str]:
     """A rank that cannot leave raises its own error; the others `GroupError`."""
     try:
         return rank.failures(do)
-    except (PhaseError, TypeError, KeyboardInterrupt) as error:
+    except (PhaseError, PolicyError, TypeError, KeyboardInterrupt) as error:
         return {rank.group.rank: f"{type(error).__name__}: {error}"}
 
 

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from placement import GroupError, PhaseError
+from placement import CoordinatorLost, GroupError, PhaseError
+from placement.core.snapshot import SuspensionRequest
+from placement.group import StoreGroup
+from placement.group.protocol import BoardLost
 from placement.testing import assert_nothing_resident
 from tests.group.manager_ranks import Rank, meet, ranks_of
 from tests.group.processes import Process, Processes, StoreService
@@ -163,6 +167,120 @@ def test_past_the_deadline_the_ranks_never_hear_of_it(four: list[Rank]) -> None:
         four[0].manager.suspend(0.05)
     meet(four)
     assert are_suspended(four) == {False}
+
+
+def test_a_rank_that_fails_as_it_leaves_the_phase_suspends_with_the_others(
+    four: list[Rank],
+) -> None:
+    """All have agreed by then, and wait for it."""
+    on_all(four, lambda rank: rank.manager.enter("train"))
+    future = asked(four[0])
+    failing = four[1]
+    vote = failing.manager._stack.lock.vote
+    measure = failing.faults.memory
+
+    def measured() -> Any:
+        if vote is not None and vote.agreed is not None:
+            del failing.faults.memory
+            raise RuntimeError("cannot be measured")
+        return measure()
+
+    failing.faults.memory = measured  # type: ignore[method-assign]
+    errors = on_all(four, lambda rank: rank.manager.leave())
+    assert [str(error or "") for error in errors] == ["", "cannot be measured", "", ""]
+    assert future.result(60).epoch == 1
+    assert are_suspended(four) == {True}
+    four[1].manager.resume()
+    meet(four)
+
+
+def test_the_deadline_counts_while_another_rank_is_late(four: list[Rank]) -> None:
+    """The ranks are told with the next proposal. Until then the request is this rank's own."""
+    first, *others = four
+    work = begun(first.manager.enter, "train")
+    # it has proposed, and waits
+    until(lambda: first.group._keys and first.group._keys[-1][0] == first.group.epoch)
+    with pytest.raises(PhaseError, match=r"not possible within 0\.05 s"):
+        first.manager.suspend(0.05)
+    assert not work.done()
+    on_all(others, lambda rank: rank.manager.enter("train"))
+    work.result(30)
+    on_all(four, lambda rank: rank.manager.leave())
+    assert are_suspended(four) == {False}
+
+
+def test_a_suspension_that_began_meanwhile_is_not_resumed(four: list[Rank]) -> None:
+    """The one who resumes speaks of the one before."""
+    rank = four[0]
+    suspension = rank.manager._stack.suspension
+    with suspension.concluding(SuspensionRequest(epoch=7)):
+        pass
+    note_resumed = rank.group.note_resumed
+
+    def meanwhile(epoch: int) -> None:
+        note_resumed(epoch)
+        with suspension.concluding(SuspensionRequest(epoch=8)):
+            pass
+
+    rank.group.note_resumed = meanwhile  # type: ignore[method-assign]
+    assert rank.manager.resume(7).suspended
+    assert rank.manager.resume(8).suspended is False
+
+
+def test_a_restarted_rank_begins_no_old_epoch() -> None:
+    """It knows of no suspension. The first one that it is asked for has the number after the last
+    one of all ranks."""
+    before = ranks_of(2)
+    future = asked(before[0], epoch=7)
+    work = begun(on_all, before, Rank.step)
+    assert future.result(30).epoch == 7
+    before[0].manager.resume(7)
+    assert work.result(60) == ["done"] * 2
+    store = dist.HashStore()
+    groups = [StoreGroup(store, rank, 2, 30.0, generation=1) for rank in range(2)]
+    restarted = Rank(groups[1])
+    before[0].manager.rejoin(groups[0])
+    ranks = [before[0], restarted]
+    refused, future = asked(restarted, epoch=7), asked(restarted)
+    work = begun(on_all, ranks, lambda rank: [rank.step() for _ in range(2)])
+    with pytest.raises(PhaseError, match=r"epoch 7 cannot begin: the last one, [78], is"):
+        refused.result(30)
+    assert future.result(30).epoch == 8
+    restarted.manager.resume(8)
+    assert work.result(60) == [["done"] * 2] * 2
+    assert {rank.manager.resume().epoch for rank in ranks} == {8}
+
+
+def test_a_phase_does_not_wait_for_ranks_that_cannot_be_heard(four: list[Rank]) -> None:
+    """The process with the group's store has died: no rank could resume this one."""
+    future = asked(four[0])
+    work = begun(on_all, four, Rank.step)
+    assert future.result(30).suspended
+    until(lambda: all(rank.manager.snapshot().suspended_seconds > 0 for rank in four))
+    for rank in four:
+        rank.group._board.look = lost  # type: ignore[method-assign]
+        rank.group._board.claim = lost  # type: ignore[method-assign]
+    with pytest.raises(CoordinatorLost, match="the other ranks cannot resume"):
+        four[0].manager.resume()
+    assert [told.partition(":")[0] for told in work.result(30)] == ["CoordinatorLost"] * WORLD
+
+
+def lost(*_: Any) -> Any:
+    raise BoardLost("the store does not answer")
+
+
+def test_ranks_that_have_waited_begin_before_the_next_suspension(four: list[Rank]) -> None:
+    future = asked(four[0])
+    work = begun(on_all, four, lambda rank: rank.manager.enter("train"))
+    assert future.result(30).epoch == 1
+    until(lambda: all(rank.manager.snapshot().suspended_seconds > 0 for rank in four))
+    four[0].manager.resume()
+    again = asked(four[0])
+    assert work.result(30) == [None] * WORLD
+    assert not again.done()
+    on_all(four, lambda rank: rank.manager.leave())
+    assert again.result(30).epoch == 2
+    four[0].manager.resume()
 
 
 # --- ranks as processes

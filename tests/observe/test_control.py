@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import placement
 from placement import State
 from placement.cli import main
 from placement.core.snapshot import SuspensionStatus
-from placement.observe.discovery import Identity
+from placement.observe.discovery import Identity, Target, as_json
 from placement.observe.server import MetricsServer
 from tests.observe.managed import managed
 from tests.support.threads import until
@@ -146,9 +147,8 @@ def test_the_token_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.post("/suspend")
     worker.post("/suspend", b"{")
-    worker.suspension._carry_out = None  # type: ignore[assignment]
-    worker.post("/resume")
-    assert worker.post("/suspend")[0] == 500
+    worker.suspension.status = None  # type: ignore[assignment,method-assign]
+    assert worker.post("/resume")[0] == 500
     control = worker.server._posts["/suspend"].args[0]  # type: ignore[attr-defined]
     shown = caplog.text + f"{worker.server!r}{control!r}{worker.manager.snapshot()!r}"
     assert "POST /suspend" in shown
@@ -187,6 +187,17 @@ def test_a_body_without_a_length_is_refused(worker: Worker) -> None:
     for line in ("Transfer-Encoding: chunked", "Content-Length: -1", "Content-Length: x"):
         with worker.raw(f"{head}{line}\n\n") as client:
             assert client.recv(1 << 16).startswith(b"HTTP/1.0 400")
+
+
+@pytest.mark.parametrize("sent", [b"", b"{}"])
+def test_a_body_that_ends_too_early_asks_for_nothing(worker: Worker, sent: bytes) -> None:
+    """A client has died in the middle of it."""
+    head = f"POST /suspend HTTP/1.1\nAuthorization: Bearer {TOKEN}\nContent-Length: 60\n\n"
+    with worker.raw(head) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.0 400")
+    assert not worker.manager.snapshot().suspended
 
 
 def test_a_large_body_is_not_read(worker: Worker) -> None:
@@ -254,6 +265,78 @@ def test_the_commands(
     assert "on the device: actor" in out
     for worker in workers:
         worker.manager.close()
+
+
+def test_the_command_does_not_ask_another_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker was killed, and one of another run has its port."""
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    stranger = Worker(identity=Identity(run="another", rank=3))
+    killed = Target.of(f"127.0.0.1:{stranger.server.port}", Identity(run="ours", rank=3))
+    file = tmp_path / "ours.node0-rank3.json"
+    file.write_text(as_json([killed]))
+    assert main(["suspend", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "is another worker now" in out
+    assert "Remove the file" in out
+    assert not stranger.manager.snapshot().suspended
+    file.write_text(as_json([stranger.server.target]))  # type: ignore[list-item]
+    assert main(["suspend", str(tmp_path)]) == 0
+    stranger.manager.close()
+
+
+def test_the_command_sends_no_token_to_another_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    seen = []
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(str(self.headers))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"epoch": 1, "suspended": true, "resident_bytes": 0}')
+
+        do_POST = do_GET  # noqa: N815 (the base class wants this name)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        begun = ThreadPoolExecutor(1).submit(server.serve_forever)
+        assert main(["suspend", f"http://127.0.0.1:{server.server_port}"]) == 1
+        server.shutdown()
+        begun.result(30)
+    assert "is no placement worker" in capsys.readouterr().out
+    assert seen
+    assert TOKEN not in "".join(seen)
+
+
+def test_the_command_fails_where_there_is_no_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    assert main(["suspend", str(tmp_path)]) == 1
+    assert "no worker has announced itself in" in capsys.readouterr().err
+
+
+def test_the_command_says_if_a_suspension_is_over_already(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    worker = Worker()
+    assert main(["suspend", worker.server.url, "--resume-after", "1e-9"]) == 1
+    assert "not suspended, epoch 1" in capsys.readouterr().out
+    worker.manager.close()
+
+
+def test_the_command_refuses_a_time_that_cannot_be_waited(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    for seconds in ("1e300", "inf", "nan", "0", "-1"):
+        with pytest.raises(SystemExit):
+            main(["suspend", "http://127.0.0.1:9", f"--deadline={seconds}"])
+        assert "is not a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_the_commands_need_a_token(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from placement import Audit, IntegrityError, RegistrationError, State
-from placement.storage.scan import known_aliases
+from placement.storage.watch.strays import known_aliases
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, Worker, learn
 

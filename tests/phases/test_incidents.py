@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, HostMemoryError, IntegrityError, Manager
+from placement import (
+    DeviceMemoryError,
+    GroupError,
+    HostMemoryError,
+    IntegrityError,
+    Manager,
+)
 from placement.cli import main
 from placement.observe import nvml
-from placement.phases import audit, incidents
+from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
+from tests.group.manager_ranks import ranks_of
+from tests.support.threads import on_all
 from tests.support.worker import CAPACITY, Worker, learn, net
 
 FILES = {
@@ -102,7 +110,8 @@ def test_memory_that_the_users_own_computing_lacks(
     """It is written before the phase ends, so that it shows what the phase had on the device."""
     worker = Worker(incidents=place)
     with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        # a file name that is no Unicode may be in a message
+        raise torch.OutOfMemoryError("\udcff: CUDA out of memory. Tried to allocate 20.00 GiB")
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
@@ -137,6 +146,43 @@ def test_a_broken_handle(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
     worker.manager.close()
 
 
+def test_the_error_of_a_group_names_it(place: Path) -> None:
+    """On the rank that has failed."""
+    failing, other = ranks_of(2, incidents=place)
+    failing.faults.fail("create")
+    errors = on_all([failing, other], lambda rank: rank.manager.phase("train").__enter__())
+    assert [type(error) for error in errors] == [GroupError, GroupError]
+    folder_of(errors[0], place)
+    assert not getattr(errors[1], "__notes__", ())
+
+
+def test_what_fails_while_a_phase_is_left_is_told_before_it(place: Path) -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device, incidents=place)
+    phase = worker.manager.phase("train")
+    phase.__enter__()
+    learn(worker.net, worker.adam)
+    device.fail("copy", forever=True)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    error.__notes__ = [7]  # type: ignore[list-item] # somebody else's, and no text
+    phase.__exit__(type(error), error, None)
+    assert any("injected fault" in str(note) for note in error.__notes__)
+    folder_of(error, place)
+    device.clear()
+    worker.manager.close()
+
+
+def test_no_file_has_the_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", "a-token-of-the-tests")
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    worker.manager.serve()
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("train").__enter__()
+    for file in folder_of(caught.value, place).iterdir():
+        assert b"a-token-of-the-tests" not in file.read_bytes()
+    worker.manager.close()
+
+
 def test_other_errors_are_none(place: Path) -> None:
     worker = Worker(incidents=place)
     with pytest.raises(ZeroDivisionError), worker.manager.phase("train"):
@@ -144,11 +190,8 @@ def test_other_errors_are_none(place: Path) -> None:
     assert not place.exists()
 
 
-def test_one_error_is_one_incident_and_only_the_last_are_kept(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(incidents, "_KEPT", 2)
-    worker = Worker(budget_bytes=80 << 10, incidents=place)
+def test_one_error_is_one_incident_and_only_the_last_are_kept(place: Path) -> None:
+    worker = Worker(budget_bytes=80 << 10, incidents=place, incidents_kept=2)
     named = []
     for _ in range(3):
         # it passes through two phases
@@ -172,7 +215,7 @@ def test_what_cannot_be_written_hides_no_error(
         place.write_text("a file")
     else:
         where: Any = Path if at == "file" else audit
-        monkeypatch.setattr(where, "write_text" if at == "file" else "audit", full)
+        monkeypatch.setattr(where, "write_bytes" if at == "file" else "audit", full)
     worker = Worker(budget_bytes=80 << 10, incidents=place)
     with pytest.raises(DeviceMemoryError, match="train"):
         worker.manager.phase("train").__enter__()
@@ -180,6 +223,27 @@ def test_what_cannot_be_written_hides_no_error(
     assert "incident" in caplog.text
     with worker.manager.phase("log_prob", only=["actor"]):
         assert worker.actor.resident_bytes > 0
+
+
+def test_a_disk_that_is_full_in_the_middle_costs_one_file(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_bytes
+
+    def until_full(path: Path, data: bytes) -> int:
+        if path.name != "journal.json":
+            return write(path, data)
+        write(path, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", until_full)
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    with pytest.raises(DeviceMemoryError):
+        worker.manager.phase("train").__enter__()
+    monkeypatch.undo()
+    (folder,) = place.iterdir()
+    assert {file.name for file in folder.iterdir()} == FILES - {"journal.json"}
+    assert "DeviceMemoryError" in read(folder, capsys)
 
 
 def test_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,21 @@ import asyncio
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from placement import Manager, PhaseError, PlacementError, State
+from placement import IntegrityError, Manager, PhaseError, PlacementError, PolicyError, State
 from placement.core.snapshot import SuspensionStatus
+from placement.phases import suspension
 from placement.testing import assert_nothing_resident
 from tests.group.turn_processes import Sharer
 from tests.support.threads import in_threads, until
@@ -40,10 +45,10 @@ def begun(work: Callable[[], Any]) -> Future[Any]:
 
 def asked(manager: Manager, **keywords: Any) -> Future[SuspensionStatus]:
     """Ask in another thread, and return once the request is there."""
-    suspension = manager._stack.suspension
-    before = len(suspension._asked)
+    requests = manager._stack.suspension
+    before = len(requests._asked)
     future = begun(lambda: manager.suspend(30.0, **keywords))
-    until(lambda: len(suspension._asked) > before or future.done())
+    until(lambda: len(requests._asked) > before or future.done())
     return future
 
 
@@ -232,6 +237,54 @@ def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
         manager.suspend(epoch=1)
 
 
+def test_a_phase_that_has_waited_begins_before_the_next_suspension(trainer: Trainer) -> None:
+    """A thread that suspends again and again keeps no phase out."""
+    manager = trainer.manager
+    manager.suspend()
+    goes_on = threading.Event()
+
+    def one_phase() -> None:
+        with manager.phase("train"):
+            assert goes_on.wait(30)
+
+    work = begun(one_phase)
+    until_one_waits(manager)
+    manager.resume()
+    again = begun(lambda: manager.suspend(30.0))
+    until(lambda: manager.phase_name == "train")
+    assert not again.done()
+    goes_on.set()
+    assert again.result(30).epoch == 2
+    work.result(30)
+
+
+def test_a_phase_that_has_waited_and_fails_keeps_no_suspension_out(trainer: Trainer) -> None:
+    manager = trainer.manager
+    manager.suspend()
+    work = begun(lambda: manager.phase("no such phase").__enter__())
+    until_one_waits(manager)
+    manager.resume()
+    with pytest.raises(PolicyError):
+        work.result(30)
+    assert manager.suspend(1.0).epoch == 2
+
+
+def test_code_inside_a_transition_does_not_wait_for_it(trainer: Trainer) -> None:
+    """Not even while another thread asks: it would wait for itself."""
+    manager, told = trainer.manager, []
+
+    def opens_a_phase() -> Any:
+        del trainer.faults.memory
+        with pytest.raises(PhaseError, match="inside a phase transition") as caught:
+            manager.phase("eval").__enter__()
+        told.append(caught.value)
+        return trainer.faults.memory()
+
+    trainer.faults.memory = opens_a_phase  # type: ignore[method-assign]
+    assert begun(lambda: manager.suspend(30.0)).result(30).suspended
+    assert len(told) == 1
+
+
 # --- refusals
 
 
@@ -275,6 +328,104 @@ def test_a_device_that_fails_refuses_it_and_loses_nothing() -> None:
     trainer.manager.close()
 
 
+def test_a_device_that_cannot_be_measured_refuses_it(trainer: Trainer) -> None:
+    def fails() -> Any:
+        raise RuntimeError("the device is gone")
+
+    trainer.faults.memory = fails  # type: ignore[method-assign]
+    with pytest.raises(PhaseError, match="suspend: the device is gone"):
+        trainer.manager.suspend(30.0)
+    del trainer.faults.memory
+    losses_of(trainer, 1)
+
+
+def test_changes_to_offloaded_handles_are_raised_in_the_worker(trainer: Trainer) -> None:
+    """They are no reason to refuse, and the one who asks is not told in the worker's place."""
+    losses_of(trainer, 1)
+    with torch.no_grad():
+        trainer.actor.weight.fill_(1.0)
+    assert begun(trainer.manager.suspend).result(30).suspended
+    trainer.manager.resume()
+    with pytest.raises(IntegrityError, match="weight of 'actor'"):
+        losses_of(trainer, 1)
+    losses_of(trainer, 1)
+
+
+def test_a_forked_child_neither_asks_nor_resumes(trainer: Trainer) -> None:
+    manager = trainer.manager
+    manager.suspend()
+    for ask in (manager.suspend, manager.resume):
+        if (child := os.fork()) == 0:
+            try:
+                ask()
+            except PlacementError as error:
+                os._exit(7 if "belongs to process" in str(error) else 8)
+            finally:
+                os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert manager.snapshot().suspended
+
+
+def test_after_close_it_is_refused() -> None:
+    trainer = trainer_of()
+    trainer.manager.close()
+    for ask in (trainer.manager.suspend, trainer.manager.resume):
+        with pytest.raises(PlacementError, match="this manager is closed"):
+            ask()
+
+
+class InterruptAt:
+    """Ctrl-C at one line that this thread runs in a module, counted from 1."""
+
+    def __init__(self, module: ModuleType, line: int) -> None:
+        self._file, self._left, self.was_sent = module.__file__, line, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != self._file:
+            return None
+        self._left -= event == "line"
+        if self._left == 0 and not self.was_sent:
+            self.was_sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return self
+
+
+def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer) -> None:
+    line, is_beyond = 0, False
+    while not is_beyond:
+        line += 1
+        interrupt = InterruptAt(suspension, line)
+        sys.settrace(interrupt)
+        try:
+            trainer.manager.suspend()
+        except KeyboardInterrupt:
+            assert interrupt.was_sent
+        finally:
+            sys.settrace(None)
+        assert trainer.manager._stack.suspension._asked == []
+        trainer.manager.resume()
+        with trainer.manager.phase("log_prob"):
+            pass
+        is_beyond = not interrupt.was_sent
+    assert line > 50
+
+
+def test_ctrl_c_at_any_line_of_waiting_leaves_no_phase_that_waits(trainer: Trainer) -> None:
+    manager = trainer.manager
+    for line in range(1, 50):
+        manager.suspend(resume_after_seconds=0.01)
+        sys.settrace(InterruptAt(suspension, line))
+        with suppress(KeyboardInterrupt):
+            try:
+                manager.enter("log_prob")
+            finally:
+                sys.settrace(None)
+            manager.leave()
+        manager.resume()
+        assert manager.phase_name == "idle"
+        assert manager._stack.suspension._waiting == []
+
+
 @pytest.mark.parametrize(
     ("keywords", "error"),
     [
@@ -285,6 +436,7 @@ def test_a_device_that_fails_refuses_it_and_loses_nothing() -> None:
         ({"deadline": True}, ValueError),
         ({"resume_after_seconds": -1}, ValueError),
         ({"epoch": 0}, ValueError),
+        ({"epoch": 1 << 63}, ValueError),
         ({"epoch": 1.5}, ValueError),
     ],
 )

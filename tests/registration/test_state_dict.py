@@ -20,7 +20,7 @@ from placement import Handle, Manager, RegistrationError, checkpoint
 from placement.devices.base import Device
 from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
-from placement.storage.state_dicts import StateDictTensors
+from placement.storage.watch.state_dicts import StateDictTensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from placement import Handle, Manager, WeightInfo
 from placement.policies import Colocated
 from placement.publish import ahead
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same
 

@@ -245,7 +245,7 @@ def test_buffers_that_are_cast_at_the_first_forward_move_from_then_on() -> None:
         cast = program.model.module.calls.clone()
     assert cast.dtype is torch.bfloat16
     assert_nothing_resident(manager)
-    assert not manager.handles["actor"].holding.drifted()
+    assert not manager.handles["actor"].holding.watch.drifted(on_device=False)
     with manager.phase("log_prob"):
         assert torch.equal(program.model.module.calls, cast)
 

@@ -8,7 +8,7 @@ import pytest
 from placement import Manager, RegistrationError
 from placement.ownership.module import ModuleAdapter
 from placement.policies import Colocated
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import megatron_fsdp_worker as worker
 from tests.sharded import training

@@ -93,7 +93,7 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     del owner
     claims = claims_of({"t": tensor})
     layout = range_layout.RangeLayout(device, claims)
-    layout.move_in(0)
+    layout.move_in()
     del claims
     layout.forget_adoptees()
     assert alive() is None

@@ -15,7 +15,7 @@ from torch import nn
 import placement
 from placement import IntegrityError, State
 from placement.devices import base
-from placement.storage import layout, scan
+from placement.storage import handing_back, layout
 from placement.testing import SimulatedDevice
 from tests.support.worker import CAPACITY, assert_same, make_manager
 
@@ -137,7 +137,7 @@ def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(
         manager.register(name, model, role=name)
     fails = unittest.mock.Mock(side_effect=MemoryError("no host memory"))
     for holding in [vars(manager.handles[name])["storage"] for name in ("actor", "critic")]:
-        monkeypatch.setattr(holding.scanner, "unadopt", fails)
+        monkeypatch.setattr(holding.state_dict_tensors, "leave", fails)
     with pytest.raises(MemoryError) as raised:
         manager.close()
     assert raised.value.__notes__ == ["placement: MemoryError: no host memory"]
@@ -314,8 +314,8 @@ def test_memory_goes_back_while_a_model_is_handed_back_on_the_device(
         move_out(*arguments)
         held_bytes.append(device.memory().chunk_bytes)
 
-    monkeypatch.setattr(scan, "move_out", noted)
-    monkeypatch.setattr(scan, "_LEAVING_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(handing_back, "move_out", noted)
+    monkeypatch.setattr(handing_back, "_LEAVING_TOGETHER_BYTES", 1)
     manager.unregister("actor", on_device=True)
     assert held_bytes[-1] < held_bytes[0]
     assert device.memory().chunk_bytes == 0
@@ -340,8 +340,8 @@ def test_what_lacks_memory_half_way_goes_on_where_it_stopped(
         move_out(device, storage, *others)
 
     holding = vars(manager.handles["actor"])["storage"]
-    monkeypatch.setattr(scan, "move_out", fails_once)
-    monkeypatch.setattr(scan, "_LEAVING_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(handing_back, "move_out", fails_once)
+    monkeypatch.setattr(handing_back, "_LEAVING_TOGETHER_BYTES", 1)
     with pytest.raises(torch.OutOfMemoryError):
         manager.unregister("actor", on_device=True)
     held_bytes = device.memory().chunk_bytes

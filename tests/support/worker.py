@@ -12,7 +12,7 @@ import torch
 
 import placement
 from placement import Manager, State
-from placement.storage.range import RANGES
+from placement.storage.owners import RANGES
 from placement.testing import SimulatedDevice
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING

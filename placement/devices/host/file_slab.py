@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.core.interrupts import WeakIdSet
 from placement.core.settings import Settings
+from placement.core.weak import WeakIdSet
 from placement.devices.base import Device, check_span, round_up, tensor_at
 from placement.devices.host.slab import PAGE, READ_WRITE, libc, map_for_life
 from placement.devices.memory import HostSlab

@@ -30,7 +30,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import HostMemoryError
-from placement.core.interrupts import WeakIdSet, deferred
+from placement.core.interrupts import deferred
+from placement.core.weak import WeakIdSet
 from placement.devices.base import check_span, round_up, tensor_at
 from placement.devices.host.threads import POOL
 from placement.devices.memory import HostSlab
@@ -43,7 +44,7 @@ MADV_POPULATE_WRITE = 23
 MADV_DONTNEED = 4
 # for every mapping: a forked child that touches it crashes instead of reading old bytes
 MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
+MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages
 # of 4 KiB
@@ -69,7 +70,14 @@ libc.mmap.argtypes = (
 libc.mmap.restype = ctypes.c_void_p
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+libc.mremap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
+libc.mremap.restype = ctypes.c_void_p
 
 Place = Callable[[int, int], object]  # (address, bytes) -> ignored
 Pin = Callable[[int, int], str | None]  # (address, bytes) -> None, or the reason why it failed
@@ -461,7 +469,7 @@ class Slab(ReservedSlab):
                 )
                 # else the kernel would move memory to make huge pages
                 if self._size >= _HUGE_PAGE and free_huge_bytes() >= self._size:
-                    libc.madvise(self.address, self._size, _MADV_HUGEPAGE)
+                    libc.madvise(self.address, self._size, MADV_HUGEPAGE)
                 if place is not None:
                     place(self.address, self._size)
             self._prepare()

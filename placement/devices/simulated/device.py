@@ -1,10 +1,11 @@
 """A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
-Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that
-piece behind addresses.
+Each chunk has a home: addresses where its pages are while nothing else has them. `map` moves the
+pages behind other addresses, and `unmap` moves them home. No byte is copied for that, and the pages
+may be huge ones.
 
-The same piece of the file, its first, is the poison: it is mapped privately behind every vacant
-page. A write creates a copy of the page, and the kernel reports which pages are such copies
+The poison is a memory file of one chunk, mapped privately behind every vacant page. A write
+creates a copy of the page, and the kernel reports which pages are such copies
 (`/proc/self/pagemap`). So every write is found together with its place, even one that leaves the
 bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic. Where the
 kernel reports no copies (gVisor, no /proc), poison is as on a real device: one shared piece,
@@ -14,6 +15,7 @@ compared by its bytes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -29,8 +31,8 @@ import torch
 
 from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
-from placement.core.interrupts import WeakIdSet
 from placement.core.settings import bytes_of
+from placement.core.weak import WeakIdSet
 from placement.devices.base import (
     POISON_WORD,
     Device,
@@ -43,7 +45,14 @@ from placement.devices.base import (
 from placement.devices.host import slab
 from placement.devices.host.file_slab import read_ahead
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import MAP_NORESERVE, PAGE, READ_WRITE, Slab, libc, map_for_life
+from placement.devices.host.slab import (
+    MAP_NORESERVE,
+    PAGE,
+    READ_WRITE,
+    Slab,
+    libc,
+    map_for_life,
+)
 from placement.devices.memory import (
     Addresses,
     Chunk,
@@ -57,10 +66,12 @@ from placement.devices.memory import (
 from placement.devices.simulated.capacity import SharedCapacity
 
 _MAP_FIXED = 0x10
-_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-# the size of the memory file. File offsets are never reused, so no pattern of releases fragments
-# it.
-_FILE_BYTES = 1 << 60
+# MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the old addresses stay, without pages
+_MOVE_PAGES = 0x01 | 0x02 | 0x04
+_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+_HUGE_PAGE = 2 << 20
+# the addresses taken at once for homes
+_HOMES_BYTES = 1 << 30
 # the number of the process's memory mappings that the device leaves to all other code
 _OTHER_MAPPINGS = 4096
 # a smaller chunk makes small tests move many, a larger one makes a real model move few
@@ -149,18 +160,15 @@ class SimulatedDevice(Device):
         )
         if self._shared:
             weakref.finalize(self, self._shared.leave).atexit = False
-        self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
-        # threads may still use it during interpreter exit
-        weakref.finalize(self, os.close, self._file).atexit = False
-        os.ftruncate(self._file, _FILE_BYTES)
-        self._end = chunk_bytes
-        # the ledger: the bytes of every chunk that holds memory, by file offset
+        # Huge pages are moved as a whole where all addresses are multiples of their size.
+        self._alignment = granularity if chunk_bytes % _HUGE_PAGE else _HUGE_PAGE
+        self._homes = Homes(0, self._alignment)
+        # the ledger: the bytes of every chunk that holds memory, by its home
         self._held: dict[int, int] = {}
-        # file offsets of chunks that died, on whatever thread. The next call removes them from the
-        # ledger.
-        self._dead: list[int] = []
+        # homes of chunks that died, on whatever thread. The next call removes them from the ledger.
+        self._dead: list[tuple[int, Homes]] = []
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
-        self._poison = _poison_of(self, self._file, chunk_bytes)
+        self._poison = _poison_of(self, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
 
     @property
@@ -184,11 +192,12 @@ class SimulatedDevice(Device):
         if nbytes < 0:
             raise ValueError(f"a range cannot have {nbytes} bytes; give 0 or more")
         nbytes = round_up(nbytes, self.granularity)
-        # In the worst case each chunk is a mapping of its own. The check is here, because `unmap`
-        # must not fail.
-        mappings = sum(
+        # In the worst case each place of a chunk is a mapping of its own, and so is each home. The
+        # check is here, because `unmap` must not fail.
+        places = sum(
             -(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges))
         )
+        mappings = places + min(places, self.capacity_bytes // self.chunk_bytes)
         limit = int(Path("/proc/sys/vm/max_map_count").read_text()) - _OTHER_MAPPINGS
         if mappings > limit:
             raise DeviceMemoryError(
@@ -197,7 +206,7 @@ class SimulatedDevice(Device):
                 "it larger"
             )
         try:
-            addresses = SimulatedRange(nbytes, self.granularity)
+            addresses = SimulatedRange(nbytes, self._alignment)
         except OSError as exc:
             raise DeviceMemoryError(
                 f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}"
@@ -220,15 +229,16 @@ class SimulatedDevice(Device):
                 f"simulated: asked for {nbytes:,} bytes, {free:,} free of "
                 f"{self.capacity_bytes:,}{elsewhere}"
             )
-        chunk = SimulatedChunk(nbytes, self._end, self._held)
-        self._end += nbytes
-        self._held[chunk.file_offset] = nbytes
-        weakref.finalize(chunk, self._dead.append, chunk.file_offset).atexit = False
+        if not self._homes.has_room(nbytes):
+            self._homes = Homes(max(_HOMES_BYTES, nbytes), self._alignment)
+        chunk = SimulatedChunk(nbytes, self._homes, self._held)
+        self._held[chunk.home] = nbytes
+        weakref.finalize(chunk, self._dead.append, (chunk.home, chunk.homes)).atexit = False
         return chunk
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
         for chunk in map(self._held_here, chunks):
-            os.pwrite(self._file, poison_bytes(0, chunk.nbytes), chunk.file_offset)
+            ctypes.memmove(chunk.home, self._poison.bytes_of_a_chunk, chunk.nbytes)
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._check_process()
@@ -249,16 +259,18 @@ class SimulatedDevice(Device):
             raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
         try:
             for offset, chunk in placed.items():
+                # Where the addresses of its pages are dead, so are the pages.
+                chunk.is_away = chunk.is_mapped()
                 chunk.place = (weakref.ref(target), offset)
             self._poison.note(target, start, end)
             # before the pages are mapped, so that none can be released while it is behind an
             # address
-            target.chunks = beside | placed
+            target.replace_chunks(beside | placed)
             for offset, chunk in placed.items():
-                self._fixed(target.base + offset, chunk.nbytes, chunk.file_offset)
+                if not chunk.is_away:
+                    _move_pages(chunk.home, target.base + offset, chunk.nbytes)
+                    chunk.is_away = True
             libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
-            # This only saves page faults, so a kernel that refuses it is fine.
-            libc.madvise(target.base + start, end - start, slab.MADV_POPULATE_WRITE)
         except Exception:
             self.unmap(addresses, end - start, start)
             raise
@@ -271,22 +283,13 @@ class SimulatedDevice(Device):
         beside = _around(target, start, end)
         self._poison.note(target, start, end)
         for offset in range(start, end, self.chunk_bytes):
-            self._fixed(
-                target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags
-            )
+            chunk = target.chunks.get(offset)
+            if chunk is not None and chunk.is_away:
+                _move_pages(target.base + offset, chunk.home, chunk.nbytes)
+                chunk.is_away = False
+            self._poison.put(target.base + offset, min(self.chunk_bytes, end - offset))
         libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
-        target.chunks = beside
-
-    def _fixed(
-        self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED
-    ) -> None:
-        if (
-            libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset)
-            == slab.MAP_FAILED
-        ):
-            raise DeviceMemoryError(
-                f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}"
-            )
+        target.replace_chunks(beside)
 
     def release(self, *chunks: Chunk) -> None:
         self._check_process()
@@ -296,7 +299,7 @@ class SimulatedDevice(Device):
         if any(chunk.is_mapped() for chunk in held):
             raise ValueError("the chunk is still behind addresses: unmap those first")
         for chunk in held:
-            self._free(chunk.file_offset)
+            self._free(chunk.home, chunk.homes)
         if held and self._shared:
             self._shared.claim(self._held_bytes(), 0)
 
@@ -369,7 +372,7 @@ class SimulatedDevice(Device):
             self.memory()
 
     def _is_held(self, chunk: SimulatedChunk) -> bool:
-        return chunk.ledger is self._held and chunk.file_offset in self._held
+        return chunk.ledger is self._held and chunk.home in self._held
 
     def _held_here(self, chunk: Chunk) -> SimulatedChunk:
         if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
@@ -380,12 +383,12 @@ class SimulatedDevice(Device):
 
     def _held_bytes(self) -> int:
         while self._dead:
-            self._free(self._dead.pop())
+            self._free(*self._dead.pop())
         return sum(self._held.values())
 
-    def _free(self, file_offset: int) -> None:
-        if (nbytes := self._held.pop(file_offset, None)) is not None:
-            libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
+    def _free(self, home: int, homes: Homes) -> None:
+        if (nbytes := self._held.pop(home, None)) is not None:
+            libc.madvise(home, round_up(nbytes, homes.alignment), slab.MADV_DONTNEED)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
         if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
@@ -400,6 +403,30 @@ class SimulatedDevice(Device):
             )
 
 
+def _map_fixed(address: int, nbytes: int, flags: int, file: int = -1) -> None:
+    """Put new memory, or a file from its beginning, behind addresses in place of what is there."""
+    if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, file, 0) == slab.MAP_FAILED:
+        raise _cannot_map(nbytes)
+
+
+def _move_pages(source: int, target: int, nbytes: int) -> None:
+    """Take the pages behind `source` to `target`, in place of what is there. At no moment can
+    another thread's new mapping take one of the addresses."""
+    if libc.mremap(source, nbytes, nbytes, _MOVE_PAGES, target) != slab.MAP_FAILED:
+        return
+    if ctypes.get_errno() != errno.EINVAL:
+        raise _cannot_map(nbytes)
+    # A kernel before 5.7, and gVisor, cannot leave the old addresses in place.
+    _map_fixed(target, nbytes, _MEMORY)
+    ctypes.memmove(target, source, nbytes)
+    libc.madvise(source, nbytes, slab.MADV_DONTNEED)
+
+
+def _cannot_map(nbytes: int) -> DeviceMemoryError:
+    reason = os.strerror(ctypes.get_errno())
+    return DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {reason}")
+
+
 def _sleep_until(seconds: float) -> None:
     """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0
     s costs 85 us."""
@@ -411,49 +438,67 @@ def _sleep_until(seconds: float) -> None:
 
 
 class SimulatedRange(Addresses):
-    def __init__(self, nbytes: int, granularity: int) -> None:
+    def __init__(self, nbytes: int, alignment: int) -> None:
         self.nbytes = nbytes
         self.base = 0
         self.chunks: dict[int, SimulatedChunk] = {}
         """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive
         when everything else is dropped."""
         if nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-            self.base = round_up(
-                map_for_life(self, nbytes + granularity - PAGE, slab.NO_ACCESS, flags), granularity
-            )
-        self._vacant: tuple[dict[int, SimulatedChunk] | None, list[tuple[int, int]]] = None, []
-        """The `chunks` at the last call of `vacant`, and its answer then."""
+            first = map_for_life(self, nbytes + alignment - PAGE, slab.NO_ACCESS, _MEMORY)
+            self.base = round_up(first, alignment)
+        # the answer of `vacant` since `chunks` was replaced
+        self._vacant: list[tuple[int, int]] | None = None
+
+    def replace_chunks(self, chunks: dict[int, SimulatedChunk]) -> None:
+        self.chunks = chunks
+        self._vacant = None
 
     def vacant(self) -> list[tuple[int, int]]:
         """The addresses without a chunk behind them, as ascending [start, end)."""
-        chunks = self.chunks
-        if self._vacant[0] is not chunks:
-            edges = [
-                0,
-                *(
-                    edge
-                    for offset in sorted(chunks)
-                    for edge in (offset, offset + chunks[offset].nbytes)
-                ),
-                self.nbytes,
-            ]
-            self._vacant = (
-                chunks,
-                [
-                    (start, end)
-                    for start, end in zip(edges[::2], edges[1::2], strict=True)
-                    if start < end
-                ],
-            )
-        return self._vacant[1]
+        if self._vacant is None:
+            vacant = []
+            end = 0
+            for offset, chunk in sorted(self.chunks.items()):
+                if end < offset:
+                    vacant.append((end, offset))
+                end = offset + chunk.nbytes
+            if end < self.nbytes:
+                vacant.append((end, self.nbytes))
+            self._vacant = vacant
+        return self._vacant
+
+
+class Homes:
+    """Addresses for the homes of chunks, one after the other, so that neighbours are one mapping.
+    They are used once, and given back when the last chunk is dead."""
+
+    def __init__(self, nbytes: int, alignment: int) -> None:
+        self.alignment = alignment
+        self._next = self._end = 0
+        if nbytes:
+            nbytes = round_up(nbytes, alignment) + alignment
+            first = map_for_life(self, nbytes, READ_WRITE, _MEMORY)
+            self._next, self._end = round_up(first, alignment), first + nbytes
+            if alignment == _HUGE_PAGE:
+                libc.madvise(first, nbytes, slab.MADV_HUGEPAGE)
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._next + nbytes <= self._end
+
+    def take(self, nbytes: int) -> int:
+        home = self._next
+        self._next += round_up(nbytes, self.alignment)
+        return home
 
 
 class SimulatedChunk(Chunk):
-    def __init__(self, nbytes: int, file_offset: int, ledger: dict[int, int]) -> None:
+    def __init__(self, nbytes: int, homes: Homes, ledger: dict[int, int]) -> None:
         self.nbytes = nbytes
-        self.file_offset = file_offset
+        self.homes = homes
+        self.home = homes.take(nbytes)
         self.ledger = ledger  # the ledger of the device that made the chunk
+        self.is_away = False  # whether its pages are behind other addresses than its home
         # the range and offset where the chunk was mapped last
         self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
 
@@ -477,24 +522,30 @@ def _around(target: SimulatedRange, start: int, end: int) -> dict[int, Simulated
 
 
 class SharedPoison:
-    """The poison behind vacant addresses: the first `nbytes` of the memory file, compared by its
-    bytes. A write shows in all ranges."""
+    """The poison behind vacant addresses: a memory file of `nbytes`, compared by its bytes. A write
+    shows in all ranges."""
 
     flags = mmap.MAP_SHARED  # the flags with which it is mapped
 
     def __init__(self, file: int, nbytes: int) -> None:
-        self._file, self._nbytes = file, nbytes
+        self._file = file
+        # Kept, because to make it anew takes five times as long as to write it.
+        self.bytes_of_a_chunk = poison_bytes(0, nbytes)
         # the places of the damage that the last `heal` reported, where they are known
         self.written: Sequence[WrittenPoison] = ()
-        os.pwrite(file, poison_bytes(0, nbytes), 0)
+        os.pwrite(file, self.bytes_of_a_chunk, 0)
+
+    def put(self, address: int, nbytes: int) -> None:
+        """Map it behind addresses, at most a chunk of them."""
+        _map_fixed(address, nbytes, self.flags, self._file)
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
         """Remember writes to these addresses for the next `heal`, before their mapping is replaced.
         Here they stay where they are."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
-        poison = poison_bytes(0, self._nbytes)
-        if is_damaged := os.pread(self._file, self._nbytes, 0) != poison:
+        poison = self.bytes_of_a_chunk
+        if is_damaged := os.pread(self._file, len(poison), 0) != poison:
             os.pwrite(self._file, poison, 0)
         return is_damaged
 
@@ -510,6 +561,10 @@ class PrivatePoison(SharedPoison):
         self._noted: list[WrittenPoison] = []
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        for first_vacant, end_vacant in target.vacant():
+            self._note_vacant(target, max(start, first_vacant), min(end, end_vacant))
+
+    def _note_vacant(self, target: SimulatedRange, start: int, end: int) -> None:
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
             are_copies = _flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)
@@ -524,7 +579,7 @@ class PrivatePoison(SharedPoison):
         for target in ranges:
             for start, end in target.vacant():
                 noted_before = len(self._noted)
-                self.note(target, start, end)
+                self._note_vacant(target, start, end)
                 # drop the copies: the file is behind them again
                 for each in self._noted[noted_before:]:
                     libc.madvise(target.base + each.start, each.nbytes, slab.MADV_DONTNEED)
@@ -532,13 +587,16 @@ class PrivatePoison(SharedPoison):
         return bool(self.written)
 
 
-def _poison_of(device: object, file: int, nbytes: int) -> SharedPoison:
-    """Make the poison of a device at the beginning of its memory file. Files that this opens are
-    closed when the device dies."""
+def _poison_of(device: object, nbytes: int) -> SharedPoison:
+    """Make the poison of a device. Files that this opens are closed when the device dies."""
+    file = os.memfd_create("placement-poison", os.MFD_CLOEXEC)
+    # threads may still use it during interpreter exit
+    weakref.finalize(device, os.close, file).atexit = False
+    os.ftruncate(file, max(nbytes, 2 * PAGE))  # two pages, to try what the kernel reports
     poison = SharedPoison(file, nbytes)
     with suppress(OSError):
         page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(device, os.close, page_map).atexit = False  # like the memory file
+        weakref.finalize(device, os.close, page_map).atexit = False
         if _tells_copies(page_map, file):
             poison = PrivatePoison(file, nbytes, page_map)
     return poison

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from placement.core.errors import PhaseError, PlacementError
-from placement.core.interrupts import WeakIdSet
 from placement.core.states import State
+from placement.core.weak import WeakIdSet
 from placement.frameworks.weights import Reader, weight_of
 from placement.group import Group, StoreGroup
 from placement.manager import Manager

@@ -25,7 +25,8 @@ import torch
 
 from placement.core import interrupts
 from placement.devices.base import Device
-from placement.storage.managed import ManagedStorage, MoveResult
+from placement.storage.managed import ManagedStorage
+from placement.storage.move import MoveResult
 from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
 from placement.storage.transfer.verification import Verifier
@@ -253,7 +254,7 @@ class Exchange:
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
-        if any(each.state_dict_tensors or each.state_dict_tensors.are_held for each in into):
+        if any(each.state_dict_tensors.are_held for each in into):
             # a write into a state dict may be queued on the current stream, and loads wait for no
             # stream
             self.device.wait_for_work()
@@ -276,14 +277,14 @@ class Exchange:
             # memory of a range may hold new tensors, which a state dict gave the object, and they
             # must be taken in first.
             for each in departures:
-                each.fresh, each.has_new_state = each.holding.adopt_new(
+                each.fresh, each.has_new_state = each.holding.take_in_leaving(
                     drops=each.dropped is not None
                 )
                 each.copied_bytes += sum(
                     adoptee.nbytes for r in each.fresh for adoptee in r.moving_in or ()
                 )
             for holding in into:
-                self._arrivals.expect(holding, holding.adopt_from_elsewhere())
+                self._arrivals.expect(holding, holding.take_in_coming())
             if self._puts_aside:
                 self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
@@ -340,7 +341,7 @@ class Exchange:
         Returns the bytes of that, by storage."""
         # before the device is waited for: a call that begins now would start kernels
         for holding in leaving:
-            holding.refuse_calls()
+            holding.begin_leaving()
         if leaving:
             self.device.sync()
         for holding in (*leaving, *coming):
@@ -407,12 +408,9 @@ class Exchange:
     def _aside_bytes(self, holding: ManagedStorage) -> int:
         # Not where something may use the host copy at any moment, also through a view, or where
         # what arrives there is to be compared.
-        shown = holding.state_dict_tensors
-        return (
-            0
-            if shown or shown.are_held or self.verifier is not None
-            else self.staying.get(holding, 0)
-        )
+        if self.verifier is not None or holding.state_dict_tensors.are_held:
+            return 0
+        return self.staying.get(holding, 0)
 
     def _enqueue_part(self, departure: Departure) -> None:
         """Compare the next pages, enqueue the copies of those that changed, and cut all into

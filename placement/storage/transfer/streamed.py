@@ -27,8 +27,8 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
 from placement.core.modes import without_modes
 from placement.devices.memory import Mark
-from placement.storage.adopted import Stage
 from placement.storage.managed import ManagedStorage
+from placement.storage.move import Stage
 from placement.storage.pages import Behind, ChunkPool, fill, runs
 from placement.storage.range import Range, RangeChunk
 
@@ -310,7 +310,7 @@ class StreamedStep:
                     copied = {
                         adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()
                     }
-                    bucket.fresh = self.holding.adopt_created(copied | self._before)
+                    bucket.fresh = self.holding.take_in_created(copied | self._before)
                 self._done.to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.
             bucket.leaving = tuple(
@@ -333,8 +333,7 @@ class StreamedStep:
                 r.pages.vacate(run, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
-                    self.holding.set_ranges((*self.holding.ranges, bucket.fresh))
-                    bucket.fresh.move_in()
+                    self.holding.move_in((bucket.fresh,))
             self._vacated += 1
 
     def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of an object, and what was done to its tensors while it is offloaded.
+"""Changes to the tensors of an object that is offloaded.
 
 Tensors of an offloaded object lie over poison, and the host copy has their values. So a write in
 place changes no value. A tensor that was put in the place of a registered one, by `half()`, `to()`,
@@ -11,7 +11,6 @@ left: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -19,99 +18,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import IntegrityError, listed
-from placement.ownership.adapter import Adapter
 from placement.storage.layout import Adoptee, exchange, form_of, point
-from placement.storage.range import Place, Range
-from placement.storage.scan import Scan, StorageScanner, lent_gradients
-from placement.tensors.plain import dense_parts, is_sparse, restore
-
-# --- gradients
-
-
-class Gradients:
-    """The gradients that the adapter reports, asked anew at each call: which ranges hold nothing
-    else, and how they are dropped."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-
-    def tensors(self) -> dict[int, torch.Tensor]:
-        """The tensors that hold the gradients' bytes, by identity."""
-        gradients = [
-            owner.grad for owner in self._adapter.with_gradients() if owner.grad is not None
-        ]
-        gradients += itertools.chain.from_iterable(
-            each.unreduced_gradients() for each in self._adapter.frameworks
-        )
-        return {id(part): part for gradient in gradients for _, part in dense_parts(gradient)}
-
-    def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
-        """The adoptees, among these transient ones, that hold anything but gradients."""
-        gradients = self.tensors()
-        # A sparse gradient's parts are new objects at each access, so they are known by their
-        # storages, which nothing else uses.
-        owners = self._adapter.with_gradients()
-        sparse = [
-            part
-            for owner in owners
-            if owner.grad is not None and is_sparse(owner.grad)
-            for _, part in dense_parts(owner.grad)
-        ]
-        theirs = {part.untyped_storage()._cdata for part in sparse}
-        lent = lent_gradients()
-        more = []
-        for adoptee in adoptees:
-            storage = adoptee.storage._cdata
-            is_gradient = all(id(alias) in gradients for alias in adoptee.aliases)
-            if storage in lent or not (is_gradient or storage in theirs):
-                more.append(adoptee)
-        return more
-
-    def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
-        """The ranges, among these, that hold nothing but gradients. They need not be saved when
-        gradients are dropped."""
-        dead = self._adapter.lasting_gradients()
-        for part in self.tensors().values():
-            if part.layout is torch.strided:
-                dead.add(part.untyped_storage()._cdata)
-        for owned in self._adapter.owned():
-            if not owned.transient:  # a gradient may be a view of what lasts
-                dead.discard(owned.tensor.untyped_storage()._cdata)
-        dead -= lent_gradients()
-        return tuple(
-            r
-            for r in among
-            if r.transient
-            and all(entry.ref.expired() or entry.ref.cdata in dead for entry in r.placed)
-        )
-
-    def drop(self, *, zero_buffers: bool) -> None:
-        """Set every gradient to None. Ranges that this empties are dropped at the next move.
-        `zero_buffers`: also zero the framework's gradient buffers, which it keeps. Only while they
-        are on the device."""
-        for owner in self._adapter.with_gradients():
-            owner.grad = None
-        for framework in self._adapter.frameworks:
-            framework.drop_unreduced()
-            for buffer in framework.gradient_buffers() if zero_buffers else ():
-                buffer.detach().zero_()
-
-    def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
-        """Zero the host copies of the ranges that hold the framework's lasting buffers: they will
-        load as zeros. Returns these ranges."""
-        lasting = self._adapter.lasting_gradients()
-        staying = [
-            r
-            for r in dropped
-            if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)
-        ]
-        for r in staying:
-            r.note_written()
-            r.view(0, r.nbytes).zero_()
-        return staying
-
-
-# --- changes
+from placement.storage.places import Place
+from placement.storage.scan import Scan, StorageScanner
+from placement.tensors.plain import restore
 
 
 class Change(NamedTuple):
@@ -187,11 +97,7 @@ class Watch:
         changes = [
             Change(name, each, "written") for each in self._written() if each not in replaced
         ]
-        outside = [
-            *(relocated.adoptee for relocated in scan.relocated),
-            *scan.lasting,
-            *scan.transient,
-        ]
+        outside = scan.outside
         for adoptee in outside:
             if adoptee.storage._cdata not in self._known:
                 names = [owned.name for owned in adoptee.owned]
@@ -204,9 +110,10 @@ class Watch:
         """Look at the tensors, and note which were replaced."""
         self.has_new = True  # until the look has ended without an error
         scan = self._scanner.rescan(anew=bool(self.replaced))
-        self.has_new = bool(scan)
+        self.has_new = bool(scan.outside)
         replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
-        replaced += _names_in(scan.lasting, self._ranges.named_places())
+        if scan.lasting:
+            replaced += _names_in(scan.lasting, self._ranges.named_places())
         if replaced:  # half() and to() convert gradients, too
             replaced += _names_in(scan.transient, self._ranges.places(self._ranges.all))
         if not replaced and scan.in_place is not None:
@@ -228,7 +135,7 @@ class Watch:
 
     def expect(self, scan: Scan) -> None:
         """Do not report these storages: placement itself has left them where they are."""
-        self._know((*scan.lasting, *scan.transient))
+        self._know(scan.new)
 
     def _know(self, adoptees: Iterable[Adoptee]) -> None:
         living = {key: alive for key, alive in self._known.items() if not alive.expired()}
@@ -246,6 +153,29 @@ class Watch:
             name = self._scanner.name
             raise IntegrityError(message(Change(name, each, "replaced") for each in self.replaced))
 
+    def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
+        """Name and bytes of everything that is not where it should be: relocated storages, and
+        tensors that were replaced or torn apart. On the device, only a module's new tensor with the
+        name of an adopted one is drift: loading replaces an optimizer's state."""
+        ranges, adapter = self._ranges.all, self._scanner.adapter
+        drifted = [(entry.name, entry.nbytes) for r in ranges for entry in r.outside()]
+        for framework in adapter.frameworks:
+            drifted += framework.replaced()
+        # relocated storages are in `drifted` already, by their addresses
+        scan = self._scanner.rescan()
+        if not on_device:
+            drifted += [(adoptee.name, adoptee.nbytes) for adoptee in scan.new]
+            places, names = self._ranges.named_places(), {name for name, _ in drifted}
+            for name in self.replaced:
+                if name not in names and name in places:
+                    drifted.append((name, places[name].entry.nbytes))
+        elif adapter.kind != "optimizer":
+            names = {entry.name for r in ranges if not r.transient for entry in r.placed}
+            for adoptee in scan.lasting:
+                if adoptee.name in names:
+                    drifted.append((adoptee.name, adoptee.nbytes))
+        return drifted
+
     # --- restoring
 
     def restore(self) -> None:
@@ -254,9 +184,7 @@ class Watch:
         tensor that lies under several names."""
         scan = self._scanner.rescan(anew=True)
         places = self._ranges.places(self._ranges.all)
-        outside = [*scan.lasting, *scan.transient]
         for r, entry, adoptee in scan.relocated:
-            outside.append(adoptee)
             home = r.on_device(entry.offset, entry.nbytes).untyped_storage()
             if exchange(adoptee.storage, home):
                 home = adoptee.storage
@@ -267,7 +195,7 @@ class Watch:
                     point(tensor, home, form_of(tensor))
         # two that were exchanged are in places, though not in their own
         tensors = [*(scan.in_place or ())]
-        for adoptee in outside:
+        for adoptee in scan.outside:
             tensors += adoptee.owned
         names = {*self.replaced} & places.keys()
         replaced = [owned for owned in tensors if owned.name in names]

@@ -14,11 +14,13 @@ from contextvars import ContextVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.interrupts import WeakIdSet
+from placement.core.journal import logger
+from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
 from placement.storage.layout import form_of, over
-from placement.storage.range import ObjectRanges, Range
+from placement.storage.places import ObjectRanges
+from placement.storage.range import Range
 from placement.tensors.plain import (
     align,
     has_storage,
@@ -38,10 +40,12 @@ is being saved."""
 class StateDictTensors:
     """The living tensors of all state dicts of one object."""
 
-    def __init__(self, device: Device, adapter: Adapter, ranges: ObjectRanges) -> None:
+    def __init__(self, device: Device, ranges: ObjectRanges, *, readonly: bool) -> None:
         self._device = device
-        self._adapter = adapter
         self._ranges = ranges
+        self._readonly = readonly
+        # whether any tensor was ever handed out. Until then, nothing follows.
+        self._was_used = False
         # plain tensors that were handed out, and the parts of wrappers
         self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
@@ -50,7 +54,15 @@ class StateDictTensors:
         # how often all tensors were pointed elsewhere, which may miss what is just handed out: see
         # `hand_out`
         self.num_pointings = 0
-        _IN_USE.add(self)
+        # new storages (`_cdata`) that an offload under way takes in. Their tensors follow by
+        # themselves.
+        self.moving_in: Collection[int] = frozenset()
+
+    def _note_used(self) -> None:
+        """Called before the first tensor is handed out, by any thread."""
+        if not self._was_used:
+            self._was_used = True
+            _IN_USE.add(self)
 
     def _at(
         self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]
@@ -73,7 +85,9 @@ class StateDictTensors:
     def take_over(self, storages: Collection[int]) -> None:
         """Let those tensors that other objects handed out and that lie in these storages (`_cdata`)
         follow this object, which owns them. State that is a gradient is handed out by its optimizer
-        as long as no object has taken the gradient in."""
+        as long as no object has taken the gradient in. Until `moving_in` is emptied, these storages
+        are left alone."""
+        self.moving_in = storages
         for other in _IN_USE if storages else ():
             found = {
                 id(tensor): tensor
@@ -82,6 +96,7 @@ class StateDictTensors:
             }
             if other is self or not found:
                 continue
+            self._note_used()
             self._tensors.update(found.values())
             self._wrappers.update(
                 wrapper
@@ -90,6 +105,21 @@ class StateDictTensors:
             )
             for tensor in found.values():
                 other._tensors.discard(tensor)
+
+    def disown_live(self, adapter: Adapter) -> None:
+        """Have state dicts forget the tensors that the object owns now. An optimizer's state may be
+        a tensor that the state dict of its module has shown."""
+        in_use = [self] if self else []
+        if adapter.kind == "optimizer":
+            in_use = [shown for shown in _IN_USE if shown]
+        if not in_use:
+            return
+        if (seen := adapter.unchanged()) is not None:
+            live = seen.tensors
+        else:
+            live = [*(owned.tensor for owned in adapter.owned()), *adapter.borrowed()]
+        for shown in in_use:
+            shown.disown(live)
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the
@@ -101,7 +131,7 @@ class StateDictTensors:
                     known.discard(each)
 
     def __bool__(self) -> bool:
-        return bool(self._tensors)
+        return self._was_used and bool(self._tensors)
 
     @property
     def shares_addresses(self) -> bool:
@@ -113,7 +143,7 @@ class StateDictTensors:
     def are_held(self) -> bool:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write
         there."""
-        return bool(self._held())
+        return self._was_used and (bool(self._tensors) or bool(self._held()))
 
     @property
     def held_addresses(self) -> list[int]:
@@ -143,6 +173,7 @@ class StateDictTensors:
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
         """The tensor that a state dict may show for a live one, whose values are in the host copy
         or not. A sparse one is copied."""
+        self._note_used()
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
@@ -190,6 +221,7 @@ class StateDictTensors:
         may write from now on. None where it has no place."""
         if (place := self.place_of(tensor)) is None:
             return None
+        self._note_used()
         host = self._over(tensor, *place)
         place[0].note_shown()
         return host
@@ -230,24 +262,16 @@ class StateDictTensors:
                 lambda: r.view(offset, tensor.untyped_storage().nbytes()),
             )
 
-    def note_all_shown(self) -> None:
-        """Note it of the ranges in which anybody holds a tensor that was handed out, or a view of
-        one, and can write there from now on, and of those that were shown since the last load (of a
-        readonly object): pages aside do not have what was written there."""
-        held = self._held()
-        for r in self._ranges.all:
-            if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
-                r.note_shown()
-
-    def point_to_host(self, except_for: Collection[int] = ()) -> None:
-        """Point every living tensor to the host copy, but those in these storages (`_cdata`), which
-        follow by themselves. Idempotent."""
+    def point_to_host(self) -> None:
+        """Point every living tensor to the host copy, but those that are moving in. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
             return (
-                None if tensor.untyped_storage()._cdata in except_for else self._over_host(tensor)
+                None
+                if tensor.untyped_storage()._cdata in self.moving_in
+                else self._over_host(tensor)
             )
 
         self._point_to(find)
@@ -302,6 +326,8 @@ class StateDictTensors:
         """Point every living tensor to the tensor that `find` returns for it; None leaves it where
         it is. Idempotent."""
         self.num_pointings += 1
+        if not self._was_used:
+            return
         with torch.no_grad():
             for tensor in self:
                 if (there := find(tensor)) is not None:
@@ -310,10 +336,44 @@ class StateDictTensors:
                 align(wrapper)
         self._storages = self._held()
 
+    # --- told of moves
 
-def handed_out() -> list[StateDictTensors]:
-    """The `StateDictTensors` of every object of which anybody holds a tensor of a state dict."""
-    return [each for each in _IN_USE if each]
+    def left(self) -> None:
+        """Show the host copy, where holders may write from now on."""
+        self.point_to_host()
+        held = self._held()
+        for r in self._ranges.all:
+            # one that was shown since the last load, too: its pages aside lack what was written
+            if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
+                r.note_shown()
+        if self:
+            self._ranges.may_be_written = True
+
+    def came(self) -> None:
+        """Show the device. Views may still write into the host copy, so the next offload copies
+        every page there. That of a readonly object stays as they leave it: the next load takes the
+        fingerprints anew."""
+        self.point_to_device()
+        for r, _ in self.left_on_host():
+            if self._readonly:
+                r.note_shown()
+            elif not r.is_shared:
+                r.pages.prints = None
+
+    def warn_of_views(self) -> bool:
+        """Log a warning if views show the host copy of the loaded object. Returns whether there are
+        any."""
+        if names := [name for _, name in self.left_on_host()]:
+            logger.warning(
+                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and "
+                "somebody still holds them. The tensors themselves show the device now, these "
+                "views show the host copy: they do not see what is changed from here on, and what "
+                "is written to them is %s. Take views anew in each phase, or clone() them",
+                self._ranges.name,
+                ", ".join(names[:8]),
+                "the handle's value from the next offload on" if self._readonly else "lost",
+            )
+        return bool(names)
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:

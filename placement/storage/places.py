@@ -1,0 +1,153 @@
+"""The ranges of one object, and where its tensors lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from placement.storage.layout import Form, form_of
+from placement.storage.owners import AddressMap
+from placement.storage.range import Range
+from placement.storage.versions import Versions
+from placement.tensors.alive import PlacedStorage
+from placement.tensors.plain import Outline, Owned, is_wrapper
+
+
+class Place(NamedTuple):
+    """The range, the adopted storage and the form that belong to one name."""
+
+    range: Range
+    entry: PlacedStorage
+    form: Form
+
+    def home(self) -> torch.UntypedStorage:
+        """A new storage over the place on the device."""
+        return self.range.on_device(self.entry.offset, self.entry.nbytes).untyped_storage()
+
+
+class ObjectRanges:
+    """The ranges of one object, and the places, forms and version counters of its tensors, as of
+    its last offload. Holds no tensor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._addresses: dict[str, int] = {}  # the address of the storage, by the tensor's name
+        # equal forms are one object: each object more is one more for the garbage collector
+        self._forms: dict[str, Form] = {}
+        # the outlines of wrappers, by the names of their parts
+        self._outlines: dict[str, Outline] = {}
+        self._other_names: Mapping[str, str] = {}
+        self.versions = Versions()
+        # whether values may be, though not gradients: tensors of a state dict share the counters
+        self.may_be_written = False
+        self.set(())
+
+    def set(self, ranges: tuple[Range, ...]) -> None:
+        self.all = ranges
+        self._map = AddressMap(
+            (base, base + r.nbytes, r)
+            for r in ranges
+            for base in (r.layout.addresses.base, r.host.address)
+        )
+
+    def at(self, address: int) -> tuple[Range, int] | None:
+        """The range that an address lies in, behind its own addresses or in its slab, and the
+        offset there; None for no range."""
+        return self._map.at(address)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The range that a tensor's storage begins in, as for `at`, and the offset there; None for
+        no range."""
+        return self._map.at(tensor.untyped_storage().data_ptr())
+
+    def named_places(self) -> dict[str, Place]:
+        """The places of what lasts, by name. What a forward has left under a name is no earlier
+        value of a parameter of that name."""
+        return self.places([r for r in self.all if not r.transient])
+
+    def note_versions(self, versions: Versions) -> None:
+        """Take these version counters as those of the offload: later writes count as written while
+        offloaded."""
+        self.versions, self.may_be_written = versions, False
+
+    def note_more_versions(self, versions: Versions) -> None:
+        """Add the counters of storages that were found for the first time now. Counters noted
+        earlier stay."""
+        self.versions = self.versions.with_new_of(versions)
+
+    def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
+        """Forget all places, and note those where these tensors are now."""
+        self._addresses, self._forms, self._outlines, self._other_names = {}, {}, {}, other_names
+        self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
+
+    def note_unless_moved(
+        self, in_place: Sequence[Owned], other_names: Mapping[str, str]
+    ) -> list[str]:
+        """Note the places of now, unless a name has another place than noted. Returns such
+        names."""
+        noted = self._addresses, self._forms, self._outlines, self._other_names
+        self.note_places(in_place, other_names)
+        moved = []
+        for name, address in noted[0].items():
+            now = self._addresses.get(name)
+            if now is None and name in other_names:
+                now = self._addresses.get(other_names[name])
+            if now is not None and now != address:
+                moved.append(name)
+        if moved:
+            self._addresses, self._forms, self._outlines, self._other_names = noted
+        return moved
+
+    def add_places(self, fresh: Range) -> None:
+        """Add the places of the tensors that are about to move into a new range."""
+        places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
+        self._add(
+            (owned, fresh.layout.addresses.base + offset)
+            for adoptee, offset in places
+            for owned in adoptee.owned
+        )
+
+    def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
+        outlines: dict[int, Outline] = {}
+        forms = {form: form for form in self._forms.values()}
+        for owned, address in found:
+            form = form_of(owned.tensor)
+            self._addresses[owned.name], self._forms[owned.name] = (
+                address,
+                forms.setdefault(form, form),
+            )
+            # a sparse tensor is no wrapper: it is restored by its parts
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):
+                if id(owned.wrapper) not in outlines:
+                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
+                self._outlines[owned.name] = outlines[id(owned.wrapper)]
+
+    def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
+        entries = {
+            r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed
+        }
+        found = {
+            name: Place(*entries[address], self._forms[name])
+            for name, address in self._addresses.items()
+            if address in entries
+        }
+        return {
+            other: found[name] for other, name in self._others(found) if other not in found
+        } | found
+
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Pairs of another name and the known one, for tensors, their parts and their gradients
+        that have several names."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        return {
+            other: self._outlines[name] for other, name in self._others(self._outlines)
+        } | self._outlines

@@ -1,0 +1,1 @@
+"""Parts that watch an object's tensors beside its moves."""
