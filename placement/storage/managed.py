@@ -799,10 +799,11 @@ class ManagedStorage(Storage):
             chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
         except BaseException:
             self.adapter.hands_back = False
-            if self.on_device:  # it stays, and can be called
-                for tell in self.announce.came:
-                    tell()
-                self.stage = before
+            if self.on_device:
+                if before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
+                    for tell in self.announce.came:
+                        tell()
+                self.stage = before  # an offload that broke off has still to go back
             raise
         self.stage = Stage.LEAVING
 

@@ -20,6 +20,7 @@ from placement import Handle, Manager, RegistrationError, checkpoint
 from placement.devices.base import Device
 from placement.policies import Colocated
 from placement.storage.managed import ManagedStorage
+from placement.storage.watch import state_dicts
 from placement.storage.watch.state_dicts import StateDictTensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
@@ -515,3 +516,25 @@ def test_what_is_written_into_the_state_of_an_optimizer_is_loaded() -> None:
     optimizer.state_dict()["state"][0]["exp_avg"].zero_()
     with manager.phase("train"):
         assert not moment.any()
+
+
+def test_a_first_state_dict_that_ctrl_c_cuts_short_does_not_hide_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An optimizer that has loaded its own state dict back owns the tensors of it."""
+
+    def interrupt(_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model, optimizer, _, manager = placed()
+    with manager.phase("train"):
+        model(batch()).sum().backward()
+        optimizer.step()
+        monkeypatch.setattr(state_dicts._IN_USE, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.state_dict()
+        optimizer.load_state_dict(optimizer.state_dict())
+    with manager.phase("train"):
+        optimizer.step()
+    assert_nothing_resident(manager)

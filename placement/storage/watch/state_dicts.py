@@ -61,8 +61,8 @@ class StateDictTensors:
     def _note_used(self) -> None:
         """Called before the first tensor is handed out, by any thread."""
         if not self._was_used:
+            _IN_USE.add(self)  # first: a Ctrl-C may come in between
             self._was_used = True
-            _IN_USE.add(self)
 
     def _at(
         self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]
