@@ -63,12 +63,15 @@ class Report:
     weights_sha256: str = ""
 
     def __post_init__(self) -> None:
-        print(f"{self.title}\n\nupdate   reward      loss   seconds   of it moves")
+        print(f"{self.title}\n")
         self._clock = time.perf_counter()
 
     def add(self, loss: float, reward: float | None, figures: Mapping[str, float]) -> None:
         """Add an update. `reward` is None where it learns from the answers of the one before;
         `figures` may have those of `Manager.metrics`."""
+        if not self.losses:
+            moves = "   of it moves" if STALLS in figures else ""
+            print(f"update   reward      loss   seconds{moves}")
         now = time.perf_counter()
         self.seconds.append(now - self._clock)
         self._clock = now
@@ -127,6 +130,7 @@ def _draw(title: str, rewards: Sequence[float], png: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o")
     axes.set(title=title, xlabel="batch of answers", ylabel="mean reward", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=150)
