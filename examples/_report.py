@@ -29,7 +29,7 @@ def options_from(arguments: Sequence[str] | None, description: str | None) -> ar
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--updates", type=int, default=20, help="two for each batch of answers")
+    parser.add_argument("--updates", type=_even, default=20, help="two for each batch of answers")
     parser.add_argument("--png", type=Path, default=Path("build/reward.png"), help="the curve")
     parser.add_argument(
         "--without-placement", action="store_true", help="everything resident: the same bits"
@@ -40,6 +40,14 @@ def options_from(arguments: Sequence[str] | None, description: str | None) -> ar
     device = os.environ.get("PLACEMENT_DEVICE", "the GPU")
     options.how = "without placement" if options.without_placement else f"placed on {device}"
     return options
+
+
+def _even(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0 or int(text) % 2:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an even number of at least 2: two updates learn from each batch"
+        )
+    return int(text)
 
 
 def silence_frameworks() -> None:
@@ -68,7 +76,7 @@ class Report:
 
     def add(self, loss: float, reward: float | None, figures: Mapping[str, float]) -> None:
         """Add an update. `reward` is None where it learns from the answers of the one before;
-        `figures` may have those of `Manager.metrics`."""
+        `figures` are those of `Manager.metrics`, among others or alone; none without placement."""
         if not self.losses:
             moves = "   of it moves" if STALLS in figures else ""
             print(f"update   reward      loss   seconds{moves}")

@@ -89,19 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> _report.Report:
     folder = _addition.model_folder()
     actor, ref = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
     tokenizer = _addition.load_tokenizer()
-    if options.without_placement:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        manager, figures = EverythingResident(device), dict
-    else:
-        manager = placement.Manager.from_settings()
-        figures = manager.metrics
+    placed = None if options.without_placement else placement.Manager.from_settings()
+    manager = placed or EverythingResident(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
 
     torch.manual_seed(0)
     report = _report.Report(f"GRPO by hand, {options.how}")
     course = train(manager, actor, ref, tokenizer, options.updates // 2)
     for number, (loss, rewards) in enumerate(course):
-        report.add(loss, None if number % 2 else rewards.mean().item(), figures())
-    report.close(actor.state_dict(), figures(totals=True), options.png)
+        reward = rewards.mean().item() if number % 2 == 0 else None
+        report.add(loss, reward, placed.metrics() if placed else {})
+    report.close(actor.state_dict(), placed.metrics(totals=True) if placed else {}, options.png)
     return report
 
 

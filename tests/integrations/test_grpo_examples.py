@@ -69,6 +69,15 @@ def test_the_curve_has_a_bar_for_each_reward() -> None:
     ]
 
 
+@pytest.mark.parametrize("updates", ["0", "3", "-2", "many"])
+def test_a_wrong_number_of_updates_is_told(
+    updates: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        grpo_by_hand.main([f"--updates={updates}"])
+    assert f"'{updates}' is not an even number of at least 2" in capsys.readouterr().err
+
+
 def test_the_page_shows_the_loop_of_the_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "real_model.md").read_text()
     program = Path(grpo_by_hand.__file__).read_text()
