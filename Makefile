@@ -15,13 +15,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test durations lint bench docs matrix setup
+.PHONY: demo example test durations lint bench docs matrix setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
+
+# A model with real weights, GRPO with TRL: ARGS=--without-placement is its twin.
+example: $(FRAMEWORKS)
+	@$(BIN)/python -m examples.grpo_trl $(ARGS)
 
 # Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
 # One process more than there are cores keeps these busy: now and then one waits for a server, a deadline or a rank.

@@ -32,6 +32,7 @@ _TOGETHER = {
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
         "tests/integrations/test_trl.py",
+        "tests/integrations/test_grpo_examples.py",
         "tests/docs/test_code_blocks.py",
     ),
     "megatron": (
