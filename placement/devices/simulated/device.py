@@ -589,7 +589,7 @@ class PrivatePoison(SharedPoison):
 
 def _poison_of(device: object, nbytes: int) -> SharedPoison:
     """Make the poison of a device. Files that this opens are closed when the device dies."""
-    file = os.memfd_create("placement-poison", os.MFD_CLOEXEC)
+    file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
     # threads may still use it during interpreter exit
     weakref.finalize(device, os.close, file).atexit = False
     os.ftruncate(file, max(nbytes, 2 * PAGE))  # two pages, to try what the kernel reports
