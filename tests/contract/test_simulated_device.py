@@ -32,10 +32,9 @@ def make(capacity: int = 8 * SIZE, **options: Any) -> SimulatedDevice:
 
 
 def bytes_in_memory() -> int:
-    """The private memory of this process, as the kernel counts it."""
-    counted = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert counted is not None
-    return int(counted[1]) << 10
+    """The private memory of this process that the kernel cannot take at once."""
+    counts = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text()))
+    return (int(counts["Anonymous"]) - int(counts["LazyFree"])) << 10
 
 
 def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:

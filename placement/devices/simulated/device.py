@@ -22,10 +22,11 @@ import re
 import sys
 import time
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -69,6 +70,7 @@ _MAP_FIXED = 0x10
 # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the old addresses stay, without pages
 _MOVE_PAGES = 0x01 | 0x02 | 0x04
 _MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+_MADV_FREE = 8
 _HUGE_PAGE = 2 << 20
 # the addresses taken at once for homes
 _HOMES_BYTES = 1 << 30
@@ -163,10 +165,13 @@ class SimulatedDevice(Device):
         # Huge pages are moved as a whole where all addresses are multiples of their size.
         self._alignment = granularity if chunk_bytes % _HUGE_PAGE else _HUGE_PAGE
         self._homes = Homes(0, self._alignment)
-        # the ledger: the bytes of every chunk that holds memory, by its home
+        self._spare_homes: dict[int, deque[Home]] = defaultdict(deque)  # by their bytes
+        self._num_chunks = 0
+        # the ledger: the bytes of every chunk that holds memory, by its number
         self._held: dict[int, int] = {}
-        # homes of chunks that died, on whatever thread. The next call removes them from the ledger.
-        self._dead: list[tuple[int, Homes]] = []
+        # numbers and homes of chunks that died, on whatever thread. The next call removes them from
+        # the ledger.
+        self._dead: list[tuple[int, Home]] = []
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = _poison_of(self, chunk_bytes)
         self._when_out_of_memory: list[Callable[[], object]] = []
@@ -229,16 +234,22 @@ class SimulatedDevice(Device):
                 f"simulated: asked for {nbytes:,} bytes, {free:,} free of "
                 f"{self.capacity_bytes:,}{elsewhere}"
             )
+        self._num_chunks += 1
+        chunk = SimulatedChunk(nbytes, self._home_for(nbytes), self._num_chunks, self._held)
+        self._held[chunk.number] = nbytes
+        weakref.finalize(chunk, self._dead.append, (chunk.number, chunk.home)).atexit = False
+        return chunk
+
+    def _home_for(self, nbytes: int) -> Home:
+        if spare := self._spare_homes[nbytes]:
+            return spare.popleft()
         if not self._homes.has_room(nbytes):
             self._homes = Homes(max(_HOMES_BYTES, nbytes), self._alignment)
-        chunk = SimulatedChunk(nbytes, self._homes, self._held)
-        self._held[chunk.home] = nbytes
-        weakref.finalize(chunk, self._dead.append, (chunk.home, chunk.homes)).atexit = False
-        return chunk
+        return self._homes.take(nbytes)
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
         for chunk in map(self._held_here, chunks):
-            ctypes.memmove(chunk.home, self._poison.bytes_of_a_chunk, chunk.nbytes)
+            ctypes.memmove(chunk.home.address, self._poison.bytes_of_a_chunk, chunk.nbytes)
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._check_process()
@@ -268,7 +279,7 @@ class SimulatedDevice(Device):
             target.replace_chunks(beside | placed)
             for offset, chunk in placed.items():
                 if not chunk.is_away:
-                    _move_pages(chunk.home, target.base + offset, chunk.nbytes)
+                    _move_pages(chunk.home.address, target.base + offset, chunk.nbytes)
                     chunk.is_away = True
             libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
         except Exception:
@@ -285,7 +296,7 @@ class SimulatedDevice(Device):
         for offset in range(start, end, self.chunk_bytes):
             chunk = target.chunks.get(offset)
             if chunk is not None and chunk.is_away:
-                _move_pages(target.base + offset, chunk.home, chunk.nbytes)
+                _move_pages(target.base + offset, chunk.home.address, chunk.nbytes)
                 chunk.is_away = False
             self._poison.put(target.base + offset, min(self.chunk_bytes, end - offset))
         libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
@@ -299,7 +310,7 @@ class SimulatedDevice(Device):
         if any(chunk.is_mapped() for chunk in held):
             raise ValueError("the chunk is still behind addresses: unmap those first")
         for chunk in held:
-            self._free(chunk.home, chunk.homes)
+            self._free(chunk.number, chunk.home)
         if held and self._shared:
             self._shared.claim(self._held_bytes(), 0)
 
@@ -372,7 +383,7 @@ class SimulatedDevice(Device):
             self.memory()
 
     def _is_held(self, chunk: SimulatedChunk) -> bool:
-        return chunk.ledger is self._held and chunk.home in self._held
+        return chunk.ledger is self._held and chunk.number in self._held
 
     def _held_here(self, chunk: Chunk) -> SimulatedChunk:
         if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
@@ -386,9 +397,17 @@ class SimulatedDevice(Device):
             self._free(*self._dead.pop())
         return sum(self._held.values())
 
-    def _free(self, home: int, homes: Homes) -> None:
-        if (nbytes := self._held.pop(home, None)) is not None:
-            libc.madvise(home, round_up(nbytes, homes.alignment), slab.MADV_DONTNEED)
+    def _free(self, number: int, home: Home) -> None:
+        nbytes = self._held.pop(number, None)
+        if nbytes is None:
+            return
+        size = round_up(nbytes, self._alignment)
+        # The kernel takes the pages as soon as anybody needs memory. A chunk that is created before
+        # that has them at once: huge pages that go back to the host of a virtual machine cost it 1
+        # to 5 seconds a GiB to get again.
+        if libc.madvise(home.address, size, _MADV_FREE):
+            libc.madvise(home.address, size, slab.MADV_DONTNEED)
+        self._spare_homes[nbytes].append(home)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
         if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
@@ -471,10 +490,10 @@ class SimulatedRange(Addresses):
 
 class Homes:
     """Addresses for the homes of chunks, one after the other, so that neighbours are one mapping.
-    They are used once, and given back when the last chunk is dead."""
+    They are given back when the last home is dead."""
 
     def __init__(self, nbytes: int, alignment: int) -> None:
-        self.alignment = alignment
+        self._alignment = alignment
         self._next = self._end = 0
         if nbytes:
             nbytes = round_up(nbytes, alignment) + alignment
@@ -486,17 +505,24 @@ class Homes:
     def has_room(self, nbytes: int) -> bool:
         return self._next + nbytes <= self._end
 
-    def take(self, nbytes: int) -> int:
-        home = self._next
-        self._next += round_up(nbytes, self.alignment)
+    def take(self, nbytes: int) -> Home:
+        home = Home(self._next, self)
+        self._next += round_up(nbytes, self._alignment)
         return home
 
 
+class Home(NamedTuple):
+    """Where the pages of a chunk are while nothing else has them."""
+
+    address: int
+    homes: Homes  # keeps the address
+
+
 class SimulatedChunk(Chunk):
-    def __init__(self, nbytes: int, homes: Homes, ledger: dict[int, int]) -> None:
+    def __init__(self, nbytes: int, home: Home, number: int, ledger: dict[int, int]) -> None:
         self.nbytes = nbytes
-        self.homes = homes
-        self.home = homes.take(nbytes)
+        self.home = home
+        self.number = number
         self.ledger = ledger  # the ledger of the device that made the chunk
         self.is_away = False  # whether its pages are behind other addresses than its home
         # the range and offset where the chunk was mapped last
