@@ -42,10 +42,11 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_WRITE = 23
 MADV_DONTNEED = 4
+MADV_FREE = 8
 # for every mapping: a forked child that touches it crashes instead of reading old bytes
 MADV_DONTFORK = 10
 MADV_HUGEPAGE = 14
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 # free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages
 # of 4 KiB
 _HUGE_ORDER = 9
@@ -468,7 +469,7 @@ class Slab(ReservedSlab):
                     self._memory.undo,
                 )
                 # else the kernel would move memory to make huge pages
-                if self._size >= _HUGE_PAGE and free_huge_bytes() >= self._size:
+                if self._size >= HUGE_PAGE and free_huge_bytes() >= self._size:
                     libc.madvise(self.address, self._size, MADV_HUGEPAGE)
                 if place is not None:
                     place(self.address, self._size)

@@ -1,8 +1,8 @@
 """A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
 Each chunk has a home: addresses where its pages are while nothing else has them. `map` moves the
-pages behind other addresses, and `unmap` moves them home. No byte is copied for that, and the pages
-may be huge ones.
+pages behind other addresses, and `unmap` moves them home. The pages may be huge ones, and no byte
+is copied. Only a kernel before 5.7, and gVisor, copy.
 
 The poison is a memory file of one chunk, mapped privately behind every vacant page. A write
 creates a copy of the page, and the kernel reports which pages are such copies
@@ -70,8 +70,6 @@ _MAP_FIXED = 0x10
 # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the old addresses stay, without pages
 _MOVE_PAGES = 0x01 | 0x02 | 0x04
 _MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-_MADV_FREE = 8
-_HUGE_PAGE = 2 << 20
 # the addresses taken at once for homes
 _HOMES_BYTES = 1 << 30
 # the number of the process's memory mappings that the device leaves to all other code
@@ -163,7 +161,7 @@ class SimulatedDevice(Device):
         if self._shared:
             weakref.finalize(self, self._shared.leave).atexit = False
         # Huge pages are moved as a whole where all addresses are multiples of their size.
-        self._alignment = granularity if chunk_bytes % _HUGE_PAGE else _HUGE_PAGE
+        self._alignment = granularity if chunk_bytes % slab.HUGE_PAGE else slab.HUGE_PAGE
         self._homes = Homes(0, self._alignment)
         self._spare_homes: dict[int, deque[Home]] = defaultdict(deque)  # by their bytes
         self._num_chunks = 0
@@ -405,7 +403,7 @@ class SimulatedDevice(Device):
         # The kernel takes the pages as soon as anybody needs memory. A chunk that is created before
         # that has them at once: huge pages that go back to the host of a virtual machine cost it 1
         # to 5 seconds a GiB to get again.
-        if libc.madvise(home.address, size, _MADV_FREE):
+        if libc.madvise(home.address, size, slab.MADV_FREE):
             libc.madvise(home.address, size, slab.MADV_DONTNEED)
         self._spare_homes[nbytes].append(home)
 
@@ -499,7 +497,7 @@ class Homes:
             nbytes = round_up(nbytes, alignment) + alignment
             first = map_for_life(self, nbytes, READ_WRITE, _MEMORY)
             self._next, self._end = round_up(first, alignment), first + nbytes
-            if alignment == _HUGE_PAGE:
+            if alignment == slab.HUGE_PAGE:
                 libc.madvise(first, nbytes, slab.MADV_HUGEPAGE)
 
     def has_room(self, nbytes: int) -> bool:
