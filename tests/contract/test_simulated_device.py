@@ -17,6 +17,7 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.devices.base import POISON_WORD, poison_bytes
+from placement.devices.host import slab
 from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated import device as device_module
 from placement.testing import SimulatedDevice
@@ -70,9 +71,15 @@ def test_memory_goes_back_to_the_host(chunk_bytes: int) -> None:
     device.unmap(addresses, 4 * chunk_bytes)
     device.release(chunks.pop())
     assert chunks_in_memory() == pytest.approx(3, abs=0.5)
+    homes = [chunk.home.address for chunk in chunks]
     chunks.clear()
     device.memory()
     assert chunks_in_memory() == pytest.approx(0, abs=0.5)
+    for home in homes:  # as when memory is short: without swap only what was given back can go
+        assert slab.libc.madvise(home, chunk_bytes, 21) == 0  # MADV_PAGEOUT
+    counted = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert counted is not None
+    assert (int(counted[1]) << 10) - before < 1.5 * chunk_bytes  # the first chunk, at most
 
 
 @pytest.mark.parametrize("flags_known", [True, False])
