@@ -3,6 +3,7 @@ misuse, and forks."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -38,6 +39,13 @@ def bytes_in_memory() -> int:
     return (int(counts["Anonymous"]) - int(counts["LazyFree"])) << 10
 
 
+def bytes_present(address: int, nbytes: int) -> int:
+    """How much of this range is in memory."""
+    pages = (ctypes.c_ubyte * (nbytes // 4096))()
+    assert slab.libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
+    return 4096 * sum(page & 1 for page in pages)
+
+
 def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
     device = make(2 * SIZE + 4096)
     chunks = [device.create(SIZE), device.create(SIZE)]
@@ -53,7 +61,7 @@ def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
     device.create(4096)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 20, 16 << 20])
+@pytest.mark.parametrize("chunk_bytes", [15 << 20, 16 << 20])
 def test_memory_goes_back_to_the_host(chunk_bytes: int) -> None:
     """Small pages and huge ones."""
     device = SimulatedDevice(4 * chunk_bytes, chunk_bytes=chunk_bytes)
@@ -75,11 +83,10 @@ def test_memory_goes_back_to_the_host(chunk_bytes: int) -> None:
     chunks.clear()
     device.memory()
     assert chunks_in_memory() == pytest.approx(0, abs=0.5)
-    for home in homes:  # as when memory is short: without swap only what was given back can go
+    # As when memory is short. Without swap only what was given back can go.
+    for home in homes:
         assert slab.libc.madvise(home, chunk_bytes, 21) == 0  # MADV_PAGEOUT
-    counted = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert counted is not None
-    assert (int(counted[1]) << 10) - before < 1.5 * chunk_bytes  # the first chunk, at most
+        assert bytes_present(home, chunk_bytes) == 0
 
 
 @pytest.mark.parametrize("flags_known", [True, False])
