@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
@@ -23,9 +24,11 @@ CALL_SECONDS = 30.0
 class Process:
     """One process that holds an object made by `make(*arguments)`, and calls its methods."""
 
+    context: Any = processes
+
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        self._connection, theirs = processes.Pipe()
-        self._process = processes.Process(
+        self._connection, theirs = self.context.Pipe()
+        self._process = self.context.Process(
             target=_serve, args=(theirs, make, arguments), daemon=True
         )
         self._process.start()
@@ -91,6 +94,12 @@ class Process:
         assert not self._process.is_alive(), f"process {self.pid} does not end"
 
 
+class SpawnedProcess(Process):
+    """With an interpreter of its own: CUDA cannot be used after a fork."""
+
+    context = multiprocessing.get_context("spawn")
+
+
 class StoreService(Process):
     """A TCPStore in a process of its own."""
 
@@ -111,12 +120,13 @@ class _Store:
 class Processes:
     """Starts them, and kills at `clear` those that are left."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Process] = Process) -> None:
+        self._kind = kind
         self._started: list[Process] = []
 
     def start(self, make: Callable[..., Any], *arguments: Any) -> Process:
         """Start a process that calls `make(*arguments)` first; returns once it has."""
-        self._started.append(process := Process(make, *arguments))
+        self._started.append(process := self._kind(make, *arguments))
         process.answer(START_SECONDS)
         return process
 
