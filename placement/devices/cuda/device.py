@@ -42,7 +42,7 @@ CHUNK_BYTES = 256 << 20
 (H200), so large chunks are better."""
 # The large piece of poison. It stays on the device as long as anything is registered, and is mapped
 # several times behind each chunk's addresses.
-_POISON_BYTES = 64 << 20
+_POISON_BYTES = 32 << 20
 _WIPED_TOGETHER = 16  # the most chunks to wipe with one call of each function of the driver
 # the chunk size where device memory is short: a swap needs room for two chunks
 TIGHT_CHUNK_BYTES = 128 << 20
