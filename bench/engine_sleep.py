@@ -3,8 +3,10 @@ process?
 
 Systems: `allocator` is vLLM's allocator alone, with weights of Qwen2.5-7B's shape (15.2 GB in bf16)
 and a KV cache of 40 GiB in it; `vllm` is a whole `LLM` of that shape with dummy weights and CUDA
-graphs. Both need a GPU and vLLM 0.25 or later; of vLLM itself the first needs `device_allocator`
-and the C extension only: `python -m bench.engine_sleep --system allocator`.
+graphs, with `--ranks 2` on two GPUs. Both need a GPU and vLLM 0.25 or later; of vLLM itself the
+first needs `device_allocator` and the C extension only:
+`python -m bench.engine_sleep --system allocator`. Bytes and rates are one rank's; the host memory
+is that of all ranks' processes.
 
 A first sleep takes the host memory. Before each later one all weights are written, or none is. A
 wake comes a second after its sleep. After it the weights are compared (`allocator`), or the tokens
@@ -32,6 +34,8 @@ from bench._rig import Rig
 
 _SHAPE = {"hidden": 3584, "intermediate": 18944, "layers": 28, "vocabulary": 152064}
 _ROUNDS = 4
+PLACEMENT = "placement"
+_BACKENDS = ("cumem", PLACEMENT)
 # The driver clears memory that was freed, with the engines that copy: right after a sleep of 62 GB
 # a copy to the device takes 0.43 s instead of 0.29 (15.3 GB, H200). A real engine sleeps longer.
 _ASLEEP_SECONDS = 1.0
@@ -40,36 +44,40 @@ _ASLEEP_SECONDS = 1.0
 class _Allocator:
     """vLLM's allocator alone, and a captured graph that reads each weight."""
 
-    def __init__(self, scale: int) -> None:
+    def __init__(self, scale: int, ranks: int) -> None:
         from vllm.device_allocator import cumem
+        from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
         from placement.engines.vllm_backend import PlacementBackend
 
-        self.ours = PlacementBackend()
-
+        if ranks != 1:
+            raise SystemExit("--ranks is for --system vllm")
+        self._backends = {"cumem": CuMemBackend(), PLACEMENT: PlacementBackend()}
         hidden, inner = _SHAPE["hidden"] // scale, _SHAPE["intermediate"] // scale
         shapes: list[tuple[int, ...]] = [(_SHAPE["vocabulary"] // scale, hidden)] * 2
         for _ in range(_SHAPE["layers"]):
             shapes += [(hidden + 1024, hidden), (hidden, hidden), (2 * inner, hidden)]
             shapes += [(hidden, inner), (hidden,)]
-        self.allocator = cumem.CuMemAllocator.get_instance()
-        self._shapes = shapes
-        with self.allocator.use_memory_pool(tag="weights"):
-            self.weights = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
-        with self.allocator.use_memory_pool(tag="kv_cache"):
+        allocator = cumem.CuMemAllocator.get_instance()
+        with allocator.use_memory_pool(tag="weights"):
+            self._weights = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+        with allocator.use_memory_pool(tag="kv_cache"):
             self._kv_cache = [
                 torch.zeros((2 << 30) // scale**2, dtype=torch.uint8, device="cuda")
                 for _ in range(20)
             ]
-        _fill(self.weights)
+        self.fill()
         self._sums = torch.empty(len(shapes), device="cuda")
         self._graph = torch.cuda.CUDAGraph()
         self.answer()  # compiled and warm
         with torch.cuda.graph(self._graph):
             self._sum()
 
-    def use(self, backend: Any) -> None:
-        self._backend = backend
+    def use(self, name: str) -> None:
+        self._backend: Any = self._backends[name]
+
+    def reserve(self) -> None:
+        self._backend.reserve()
 
     def sleep(self, level: int) -> None:
         self._backend.suspend(level)
@@ -77,14 +85,32 @@ class _Allocator:
     def wake(self, tags: list[str] | None = None) -> None:
         self._backend.resume(tags)
 
+    def copied_bytes(self) -> int | None:
+        return getattr(self._backend, "copied_bytes", None)
+
+    def weight_blocks(self) -> list[int]:
+        return _weight_blocks()
+
+    def host_bytes(self) -> int:
+        return _process_bytes()
+
+    def slab_bytes(self) -> int:
+        return int(self._backends[PLACEMENT].report()[PLACEMENT]["host_bytes"])
+
+    def fill(self) -> None:
+        _fill(self._weights)
+
+    def write(self, places: Sequence[int]) -> None:
+        _write(self._weights, places)
+
     def _sum(self) -> None:
-        for place, weight in enumerate(self.weights):
+        for place, weight in enumerate(self._weights):
             torch.sum(weight.view(-1), 0, dtype=torch.float32, out=self._sums[place])
 
     def answer(self) -> Any:
         self._sum()
         eager = self._sums.tolist()
-        bits = [weight.view(torch.int16).sum(dtype=torch.int64).item() for weight in self.weights]
+        bits = [weight.view(torch.int16).sum(dtype=torch.int64).item() for weight in self._weights]
         return bits, eager
 
     def answer_of_graph(self) -> Any:
@@ -94,15 +120,16 @@ class _Allocator:
 
 
 class _Llm:
-    """A whole vLLM, its core in this process, with CUDA graphs."""
+    """A whole vLLM with CUDA graphs. With one rank all of it is in this process; otherwise each
+    rank's worker has a process of its own."""
 
-    def __init__(self, scale: int) -> None:
+    def __init__(self, scale: int, ranks: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
         from placement.engines import vllm_plugin
 
-        vllm_plugin.register()  # as vLLM does where placement is installed
+        vllm_plugin.register()  # as vLLM does in each process where placement is installed
 
         config: dict[str, Any] = {
             "model_type": "qwen2",
@@ -121,41 +148,117 @@ class _Llm:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"max_model_len": 1024, "max_num_seqs": 16, "enable_sleep_mode": True}
         options |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}
+        options |= {"tensor_parallel_size": ranks}
         # graphs without torch.compile, which takes minutes
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [1, 2, 4],
         }
-        self.llm = LLM(str(folder), **options)
-        self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        self.allocator = importlib.import_module(
-            "vllm.device_allocator.cumem"
-        ).CuMemAllocator.get_instance()
-        self.ours = self._worker._sleep_mode_backend  # made by the plug-in
-        self.weights = [*self._worker.model_runner.model.parameters()]
-        _fill(self.weights)
+        self._llm = LLM(str(folder), **options)
+        self.fill()
 
-    def use(self, backend: Any) -> None:
-        self._worker._sleep_mode_backend = backend
+    def _on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(function, args=arguments)
+
+    def use(self, name: str) -> None:
+        self._on_ranks(_use, name)
+
+    def reserve(self) -> None:
+        self._on_ranks(_reserve)
 
     def sleep(self, level: int) -> None:
-        self.llm.sleep(level=level)
+        self._llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        self.llm.wake_up(tags=tags)
+        self._llm.wake_up(tags=tags)
+
+    def copied_bytes(self) -> int | None:
+        return self._on_ranks(_copied_bytes)[0]
+
+    def weight_blocks(self) -> list[int]:
+        return self._on_ranks(_blocks_of_rank)[0]
+
+    def host_bytes(self) -> int:
+        return sum(self._on_ranks(_host_bytes_of_rank))
+
+    def slab_bytes(self) -> int:
+        return self._on_ranks(_slab_bytes)[0]
+
+    def fill(self) -> None:
+        self._on_ranks(_fill_rank)
+
+    def write(self, places: Sequence[int]) -> None:
+        self._on_ranks(_write_rank, tuple(places))
 
     def answer(self) -> Any:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": [*range(3 + n, 60 + 7 * n)]} for n in range(4)]
-        wanted = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-        self.llm.reset_prefix_cache()
-        found = self.llm.generate(prompts, wanted, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in found]
+        sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+        self._llm.reset_prefix_cache()
+        requests = self._llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in requests]
 
     def answer_of_graph(self) -> Any:
         return None  # its tokens come from its graphs
+
+
+# --- on a rank of vLLM; the first argument is the wrapper of its worker
+
+
+def _use(rank: Any, name: str) -> None:
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+    worker = rank.worker
+    if not hasattr(worker, "placements_backend"):
+        worker.placements_backend = worker._sleep_mode_backend  # made by the plug-in
+        assert type(worker.placements_backend).__name__ == "PlacementBackend"
+    is_ours = name == PLACEMENT
+    worker._sleep_mode_backend = worker.placements_backend if is_ours else CuMemBackend()
+
+
+def _reserve(rank: Any) -> None:
+    rank.worker._sleep_mode_backend.reserve()
+
+
+def _copied_bytes(rank: Any) -> int | None:
+    return getattr(rank.worker._sleep_mode_backend, "copied_bytes", None)
+
+
+def _slab_bytes(rank: Any) -> int:
+    return int(rank.worker.placements_backend.report()[PLACEMENT]["host_bytes"])
+
+
+def _blocks_of_rank(_: Any) -> list[int]:
+    return _weight_blocks()
+
+
+def _host_bytes_of_rank(_: Any) -> int:
+    return _process_bytes()
+
+
+def _fill_rank(rank: Any) -> None:
+    _fill([*rank.worker.model_runner.model.parameters()])
+    torch.cuda.synchronize()
+
+
+def _write_rank(rank: Any, places: Sequence[int]) -> None:
+    _write([*rank.worker.model_runner.model.parameters()], places)
+    torch.cuda.synchronize()
+
+
+# --- in the process that has the weights
+
+
+def _weight_blocks() -> list[int]:
+    """The bytes of each of the allocator's blocks with weights."""
+    allocator = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    blocks = []
+    for data in allocator.pointer_to_data.values():
+        if data.tag == "weights":
+            blocks.append(data.handle[1])
+    return blocks
 
 
 def _fill(weights: Sequence[torch.Tensor]) -> None:
@@ -167,71 +270,71 @@ def _fill(weights: Sequence[torch.Tensor]) -> None:
             weight.data.normal_(mean, 0.02, generator=generator)
 
 
-_SYSTEMS: dict[str, Callable[[int], Any]] = {"allocator": _Allocator, "vllm": _Llm}
+def _write(weights: Sequence[torch.Tensor], places: Sequence[int]) -> None:
+    """Change every value of these weights, or of all."""
+    with torch.no_grad():
+        for place in places or range(len(weights)):
+            weights[place % len(weights)].data.view(torch.int16).add_(1)
+
+
+_SYSTEMS: dict[str, Callable[[int, int], Any]] = {"allocator": _Allocator, "vllm": _Llm}
 
 
 class _Turns:
     """Both backends move the memory of one subject, by turns."""
 
-    def __init__(self, rig: Rig, results: Results, system: str) -> None:
-        from vllm.device_allocator.sleep_mode_backend import CuMemBackend
-
+    def __init__(self, rig: Rig, results: Results, system: str, ranks: int) -> None:
         self._rig, self._results = rig, results
-        self._subject = _SYSTEMS[system](rig.pick(8, 2, 1))
-        self._backends = {"cumem": CuMemBackend(), "placement": self._subject.ours}
-        blocks = [
-            each.handle[1]
-            for each in self._subject.allocator.pointer_to_data.values()
-            if each.tag == "weights"
-        ]
+        self._subject = _SYSTEMS[system](rig.pick(8, 2, 1), ranks)
+        blocks = self._subject.weight_blocks()
         self._nbytes = sum(blocks)
         results.add("weights", system, "bytes", self._nbytes, "bytes")
         results.add("weights", system, "blocks", len(blocks), "blocks")
 
-    def _write(self, *places: int) -> None:
-        """Change every value of these weights, or of all."""
-        weights = self._subject.weights
-        with torch.no_grad():
-            for place in places or range(len(weights)):
-                weights[place].data.view(torch.int16).add_(1)
-
     def _turn(self, name: str, level: int = 1, tags: Sequence[str] = ()) -> dict[str, float]:
         """Sleep and wake with one backend. Returns seconds, bytes, and whether all was equal."""
-        rig, subject, backend = self._rig, self._subject, self._backends[name]
-        subject.use(backend)
+        rig, subject = self._rig, self._subject
+        subject.use(name)
         if level == 2:
-            _fill(subject.weights)
+            subject.fill()
         before = subject.answer(), subject.answer_of_graph()
         free = rig.free_bytes()
-        found = {"sleep": rig.seconds(lambda: subject.sleep(level))}
-        found["copied"] = getattr(backend, "copied_bytes", self._nbytes if level == 1 else 0)
-        found["freed"] = rig.free_bytes() - free
+        turn = {"sleep": rig.seconds(lambda: subject.sleep(level))}
+        copied = subject.copied_bytes()
+        if copied is None:  # vLLM's own copies every block with weights, or none
+            copied = self._nbytes if level == 1 else 0
+        turn["copied"] = copied
+        turn["freed"] = rig.free_bytes() - free
         time.sleep(_ASLEEP_SECONDS)
         for tag in tags:
-            found[f"wake {tag}"] = rig.seconds(lambda tag=tag: subject.wake([tag]))
+            turn[f"wake {tag}"] = rig.seconds(lambda tag=tag: subject.wake([tag]))
         if not tags:
-            found["wake"] = rig.seconds(subject.wake)
+            turn["wake"] = rig.seconds(subject.wake)
         if level == 2:
-            _fill(subject.weights)
-        found["equal"] = before == (subject.answer(), subject.answer_of_graph())
-        return found
+            subject.fill()
+        turn["equal"] = before == (subject.answer(), subject.answer_of_graph())
+        return turn
 
     def _add(self, scenario: str, name: str, turns: Sequence[dict[str, float]]) -> None:
         units = {"copied": "bytes", "freed": "bytes", "equal": ""}
-        for what in turns[0]:
-            choose = min if what == "equal" else statistics.median
-            value = choose([each[what] for each in turns])
-            self._results.add(scenario, name, what, value, units.get(what, "s"))
+        for metric in turns[0]:
+            choose = min if metric == "equal" else statistics.median
+            value = choose([turn[metric] for turn in turns])
+            self._results.add(scenario, name, metric, value, units.get(metric, "s"))
 
     def first(self) -> None:
-        for name, backend in self._backends.items():
-            host = _process_bytes()
-            if name == "placement":
-                seconds = self._rig.seconds(backend.reserve)
+        for name in _BACKENDS:
+            host = self._subject.host_bytes()
+            if name == PLACEMENT:
+                self._subject.use(name)
+                seconds = self._rig.seconds(self._subject.reserve)
                 self._results.add("first sleep", name, "reserve", seconds, "s")
             self._add("first sleep", name, [self._turn(name)])
-            taken = _process_bytes() - host  # it stays: torch keeps what cumem took
-            self._results.add("first sleep", name, "host of weights", taken / self._nbytes, "times")
+            taken = self._subject.host_bytes() - host  # it stays: torch keeps what cumem took
+            self._results.add("first sleep", name, "host memory taken", taken, "bytes")
+        # with a whole vLLM the plug-in has reserved it before
+        slab = self._subject.slab_bytes() / self._nbytes
+        self._results.add("first sleep", PLACEMENT, "slab, of the weights", slab, "times")
         self._results.write()
 
     def later(self, raw: link.Link) -> None:
@@ -242,40 +345,40 @@ class _Turns:
             "level 2": {"level": 2},
         }
         for scenario, options in scenarios.items():
-            turns: dict[str, list[dict[str, float]]] = {name: [] for name in self._backends}
+            turns: dict[str, list[dict[str, float]]] = {name: [] for name in _BACKENDS}
             for _ in range(_ROUNDS):
-                for name in self._backends:
+                for name in _BACKENDS:
                     if scenario == "written":
-                        self._write()
+                        self._subject.write(())
                     turns[name].append(self._turn(name, **options))
-            for name, found in turns.items():
-                found.pop(0)  # what was written before this backend's own last sleep
-                self._add(scenario, name, found)
+            for name, own in turns.items():
+                own.pop(0)  # what was written before this backend's own last sleep
+                self._add(scenario, name, own)
                 if scenario == "written":
-                    self._rates(name, found, raw)
+                    self._rates(name, own, raw)
             self._results.write()
 
     def _rates(self, name: str, turns: Sequence[dict[str, float]], raw: link.Link) -> None:
-        for what, rate in (("sleep", raw.to_host), ("wake", raw.to_device)):
-            seconds = statistics.median(each[what] for each in turns)
-            self._results.rate("written", name, what, self._nbytes, seconds, rate)
+        for direction, rate in (("sleep", raw.to_host), ("wake", raw.to_device)):
+            seconds = statistics.median(turn[direction] for turn in turns)
+            self._results.rate("written", name, direction, self._nbytes, seconds, rate)
 
     def cycles(self) -> None:
         """Many cycles, in each of which one weight is written."""
         subject = self._subject
-        subject.use(self._backends["placement"])
+        subject.use(PLACEMENT)
         device, host = [], []
         for cycle in range(self._rig.pick(3, 20, 200)):
-            self._write(cycle % len(subject.weights))
+            subject.write([cycle])
             subject.sleep(1)
             subject.wake()
             self._rig.sync()
-            device.append(self._rig.free_bytes())
-            host.append(_process_bytes())
-        for what, used in (("device", [-free for free in device]), ("host", host)):
+            device.append(-self._rig.free_bytes())
+            host.append(subject.host_bytes())
+        for memory, used in (("device", device), ("host", host)):
             growth, slope = used[-1] - used[0], _slope(used)
-            self._results.add("cycles", "placement", f"{what}, growth", growth, "bytes")
-            self._results.add("cycles", "placement", f"{what}, slope", slope, "bytes a cycle")
+            self._results.add("cycles", PLACEMENT, f"{memory}, growth", growth, "bytes")
+            self._results.add("cycles", PLACEMENT, f"{memory}, slope", slope, "bytes a cycle")
 
 
 def _process_bytes() -> int:
@@ -291,17 +394,19 @@ def _slope(values: Sequence[int]) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--system", choices=list(_SYSTEMS), default="allocator")
-    system = own.parse_known_args(arguments)[0].system
+    own.add_argument("--ranks", type=int, default=1, help="tensor parallelism of vllm")
+    options = own.parse_known_args(arguments)[0]
+    name = f"engine_sleep_{options.system}" + ("" if options.ranks == 1 else f"_{options.ranks}")
 
     def measure(rig: Rig, results: Results) -> None:
-        with results.system("sleep", system):
+        with results.system("sleep", options.system):
             raw = link.measure(rig, results)
-            turns = _Turns(rig, results, system)
+            turns = _Turns(rig, results, options.system, options.ranks)
             turns.first()
             turns.later(raw)
             turns.cycles()
 
-    _rig.run(f"engine_sleep_{system}", __doc__, measure, arguments, [own])
+    _rig.run(name, __doc__, measure, arguments, [own])
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ class Manager:
                 registered.
         """
         with self._stack.lock.transition():
-            handle = self._stack.known(handle)
+            handle = self._stack.find(handle)
             steppers = [optimizer.name for optimizer in self._stack.steppers_of(handle)]
             if steppers:
                 raise PhaseError(

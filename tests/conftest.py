@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -38,6 +39,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # meantime: 5 s where a name server does not answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 torch.set_num_threads(1)
+# A shell starts what runs in its background with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where
 # that has room.
 _MEMORY, _ROOM_BYTES = "/dev/shm", 1 << 30

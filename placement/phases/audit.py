@@ -37,13 +37,13 @@ def take_snapshot(
 ) -> Snapshot:
     """The state of the manager and all handles at this moment. Takes no lock."""
     memory, outside = reconciler.planner.memory, reconciler.outside
-    handles = tuple(snapshot_of(each, phases.kept) for each in registered.copy().values())
+    handles = tuple(snapshot_of(handle, phases.kept) for handle in registered.copy().values())
     return Snapshot(
         taken_timestamp_seconds=time.time(),
         policy=policy,
         worker_role=worker_role,
         device=device.name,
-        phases=tuple(each.name for each in phases.all),
+        phases=tuple(phase.name for phase in phases.all),
         handles=handles,
         phase_seconds=journal.phase_seconds(),
         phase_stall_seconds=dict(journal.stall_seconds),
@@ -137,9 +137,12 @@ def audit(
         detail = message(change for change in writes if change.handle == name)
         findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     if turn is not None and turn.is_held:
-        left = [h.name for h in handles.values() if h.is_on_device and not plan.on_device(h.name)]
-        if left:
-            detail = f"the turn on {turn.gpu} does not end while {listed(left)} is on the device"
+        staying = []
+        for handle in handles.values():
+            if handle.is_on_device and not plan.on_device(handle.name):
+                staying.append(handle.name)
+        if staying:
+            detail = f"the turn on {turn.gpu} does not end while {listed(staying)} is on the device"
             findings.append(Finding(handle=None, what="turn", detail=detail))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
@@ -211,13 +214,11 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             "placement added, moved or replaced it"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
-    if (detached := handle.detached_parameters()) > handle.detached_at_registration:
-        more, owners = (
-            detached - handle.detached_at_registration,
-            ", ".join(owner.name for owner in handle.owners),
-        )
+    detached = handle.detached_parameters() - handle.detached_at_registration
+    if detached > 0:
+        owners = ", ".join(owner.name for owner in handle.owners)
         detail = (
-            f"it steps {more} parameter(s) that {owners} no longer has: they were replaced "
+            f"it steps {detached} parameter(s) that {owners} no longer has: they were replaced "
             "(load_state_dict(assign=True), a new layer), so the module does not learn. Make a new "
             "optimizer"
         )
@@ -249,8 +250,8 @@ def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
     really holds."""
     for handle in handles.values():
         handle.check_integrity()
-    held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
-    if held != declared:
+    chunks, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    if chunks != declared:
         raise IntegrityError(
-            f"{device.name} holds {held:,} bytes of chunks, the handles declare {declared:,}"
+            f"{device.name} holds {chunks:,} bytes of chunks, the handles declare {declared:,}"
         )

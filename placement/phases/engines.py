@@ -86,11 +86,11 @@ class Engines(Participant):
 
     def _come(self, engine: Handle, plan: Plan) -> None:
         """Load the tags that the plan wants on the device, and bring the engine to its state."""
-        residency, wanted = _residency_of(engine), wanted_tags(engine, plan)
+        residency, tags = _residency_of(engine), wanted_tags(engine, plan)
         if _lacks(engine, plan) and engine.state is not State.CPU_OFFLOADED:
-            self._move_part(engine, Trigger.LOAD, lambda: residency.load(wanted))
-        self._mover.fire_all(engine, target_of(engine, plan), wanted)
-        if wanted:
+            self._move_part(engine, Trigger.LOAD, lambda: residency.load(tags))
+        self._mover.fire_all(engine, target_of(engine, plan), tags)
+        if tags:
             residency.reopen()
 
     def _move_part(self, engine: Handle, trigger: Trigger, work: Callable[[], int]) -> None:

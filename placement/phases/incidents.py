@@ -64,16 +64,17 @@ class Incidents:
         error: BaseException,
         phase: str | None = None,
         plan: Plan | None = None,
-        told: BaseException | None = None,
+        raised: BaseException | None = None,
     ) -> None:
         """Write the folder of an error, if it is an incident and has none yet, and name it in the
         error's last line.
         `phase`: the one that was to begin or to end; None: the open one.
-        `told`: the error that the user sees instead of this one."""
+        `raised`: the error that the user sees instead of this one."""
         if self._directory is None:
             return
-        seen = error if told is None else told
-        notes = getattr(seen, "__notes__", None) or []
+        if raised is None:
+            raised = error
+        notes = getattr(raised, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
                 notes.remove(note)
@@ -82,7 +83,7 @@ class Incidents:
         try:
             folder = self._write(Path(self._directory), error, phase, plan)
             if folder is not None:
-                seen.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+                raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # also of an exception that refuses notes
             logger.warning("an incident cannot be written, or not be named: %s", failure)
 
@@ -90,7 +91,8 @@ class Incidents:
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
     ) -> Path | None:
         snapshot = self._take_snapshot()
-        before, self._broken = self._broken, {each.name for each in snapshot.handles if each.broken}
+        before = self._broken
+        self._broken = {handle.name for handle in snapshot.handles if handle.broken}
         if not isinstance(error, _KINDS) and self._broken <= before:
             return None
         targets = {handle.name: handle.state for handle in snapshot.handles}

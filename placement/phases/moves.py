@@ -44,9 +44,10 @@ Paths = Sequence[tuple[Handle, list[Trigger]]]
 
 
 def _path(handle: Handle, source: Node, target: Node) -> list[Trigger]:
-    if wanted := PATHS[source, target]:
-        handle.require(wanted[0])
-    return [*wanted]
+    path = PATHS[source, target]
+    if path:
+        handle.require(path[0])
+    return [*path]
 
 
 def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
@@ -192,10 +193,11 @@ class Mover:
     def _move_each_if_not_all(self, targets: Mapping[Handle, Node]) -> list[Exception]:
         """All bytes move at once, or none: then each handle moves its own."""
         paths: list[tuple[Handle, list[Trigger]]] = []
-        errors = self.each_repaired(
-            targets,
-            lambda handle: paths.append((handle, _path(handle, handle.node, targets[handle]))),
-        )
+
+        def find_path(handle: Handle) -> None:
+            paths.append((handle, _path(handle, handle.node, targets[handle])))
+
+        errors = self.each_repaired(targets, find_path)
         is_moved = any(triggers for _, triggers in paths)
         self._fire_steps(paths, _BEFORE_MOVES, errors)
         # raised again by the handle that cannot move
@@ -286,11 +288,10 @@ class Mover:
             h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding
         }
         coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
-        texts = [
-            (f"{verb} {', '.join(h.name for h in those.values())}")
-            for verb, those in (("offload", leaving), ("load", coming))
-            if those
-        ]
+        texts = []
+        for verb, handles in (("offload", leaving), ("load", coming)):
+            if handles:
+                texts.append(f"{verb} {', '.join(handle.name for handle in handles.values())}")
         # in the traces of torch's profiler
         with self.failing(moving), record_function(f"placement: {'; '.join(texts)}"):
             moved = self._exchange.run([*leaving], [*coming], releases_at_once=releases_at_once)

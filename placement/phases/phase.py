@@ -106,45 +106,51 @@ class OpenPhases:
     def check_holder(self, name: str) -> None:
         """Refuse to open phase `name` unless all open phases belong to this task, to this thread,
         or to nobody."""
-        for each in self.all:
-            if each.holder not in (None, threading.current_thread()) and each.holder is not (
-                me := here()
-            ):
+        for phase in self.all:
+            if phase.holder in (None, threading.current_thread()):
+                continue
+            if phase.holder is not (me := here()):
                 raise PhaseError(
-                    f"{_holder_name(me)} wants phase {name!r} while {_holder_name(each.holder)} "
-                    f"holds phase {each.name!r}: one manager is in one phase at a time. Use "
+                    f"{_holder_name(me)} wants phase {name!r} while {_holder_name(phase.holder)} "
+                    f"holds phase {phase.name!r}: one manager is in one phase at a time. Use "
                     "enter() and leave() for a phase that spans threads."
                 )
 
-    def require_open(self, phase: OpenPhase, what: str) -> None:
+    def require_open(self, phase: OpenPhase, verb: str) -> None:
         if phase not in self.all:
             raise PhaseError(
-                f"cannot {what}: phase {phase.name!r} is not open; it was left before or never "
+                f"cannot {verb}: phase {phase.name!r} is not open; it was left before or never "
                 "entered"
             )
 
-    def require_innermost(self, phase: OpenPhase, what: str) -> None:
-        self.require_open(phase, what)
+    def require_innermost(self, phase: OpenPhase, verb: str) -> None:
+        self.require_open(phase, verb)
         if self.all[-1] is not phase:
             raise PhaseError(
-                f"cannot {what}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; "
+                f"cannot {verb}: phase {self.all[-1].name!r} is open inside phase {phase.name!r}; "
                 "leave it first"
             )
 
     def require_leavable(self, phase: OpenPhase) -> None:
         self.require_open(phase, "leave")
-        if (
-            self.all[-1] is not phase
-            and not phase.in_any_order
-            and not all(each.in_any_order for each in self.inside(phase))
-        ):
+        may_leave_others = phase.in_any_order or all(
+            inner.in_any_order for inner in self.inside(phase)
+        )
+        if not may_leave_others:
             self.require_innermost(phase, "leave")
 
     def inside(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
         return self.all[self.all.index(phase) + 1 :]
 
     def without(self, phase: OpenPhase) -> tuple[OpenPhase, ...]:
-        return tuple(each for each in self.all if each is not phase)
+        return tuple(other for other in self.all if other is not phase)
+
+    def first_abandoned(self) -> OpenPhase | None:
+        """The first abandoned phase that may be left now; None: there is none."""
+        for phase in self.all:
+            if phase.is_abandoned and (phase.in_any_order or phase is self.all[-1]):
+                return phase
+        return None
 
     # --- where everything belongs
 
@@ -183,12 +189,10 @@ class OpenPhases:
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
-                away = {
-                    name
-                    for name, state in inner.plan.targets.items()
-                    if state is State.CPU_OFFLOADED
-                }
-                inner.plan = inner.plan.limited_to(own | away, plan)
+                for name, state in inner.plan.targets.items():
+                    if state is State.CPU_OFFLOADED:
+                        own.add(name)
+                inner.plan = inner.plan.limited_to(own, plan)
             plan = inner.plan
         return plan, failures
 
@@ -197,20 +201,20 @@ class OpenPhases:
         an optimizer they can be trained."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         enclosing = self.plan_of(())
-        for index, each in enumerate(self.all):
-            _, asked = self._planner.ask(each.name, innermost(self.all[:index]), self.kept)
-            chosen = meant(each.only, self._handles)
+        for index, phase in enumerate(self.all):
+            around = innermost(self.all[:index])
+            _, plan = self._planner.ask(phase.name, around, self.kept)
+            chosen = meant(phase.only, self._handles)
+            planned_anew = joining if chosen is None else joining & chosen
             # where `only` leaves it out, a new handle is as in the enclosing phase
-            base = enclosing.limited_to({handle.name}, each.plan)
-            each.plan = enclosing = asked.limited_to(
-                joining if chosen is None else joining & chosen, base
-            )
+            base = enclosing.limited_to({handle.name}, phase.plan)
+            phase.plan = enclosing = plan.limited_to(planned_anew, base)
 
     def forget(self, name: str) -> None:
         self.kept -= {name}
-        for each in self.all:
-            each.kept.discard(name)
-            each.plan = each.plan.without(name)
+        for phase in self.all:
+            phase.kept.discard(name)
+            phase.plan = phase.plan.without(name)
 
 
 class TransitionLock:
@@ -278,19 +282,19 @@ class TransitionLock:
                     # transition
                     self._is_busy = True
                     try:
-                        told = vote.failed(raised)
+                        agreed = vote.failed(raised)
                     finally:
                         self._is_busy = False
-                    if raises_own or told is None:
+                    if raises_own or agreed is None:
                         raise
                     for note in getattr(raised, "__notes__", None) or ():
-                        told.add_note(str(note))
+                        agreed.add_note(str(note))
                     try:
-                        raise told from raised
+                        raise agreed from raised
                     finally:
                         # its traceback has this frame: a cycle would keep the tensors of all frames
                         # until they are collected
-                        del told
+                        del agreed
 
     @contextmanager
     def transition(self) -> Iterator[None]:
@@ -358,11 +362,12 @@ class TransitionLock:
         """Hold the lock if that is possible at once, outside of any phase transition. Gives whether
         it is held."""
         with deferred():
-            held = self._lock.acquire(blocking=False)
+            is_held = self._lock.acquire(blocking=False)
             try:
-                yield held and not self._is_busy and not self.is_closed and os.getpid() == self.pid
+                is_usable = not self.is_closed and os.getpid() == self.pid
+                yield is_held and not self._is_busy and is_usable
             finally:
-                if held:
+                if is_held:
                     self._lock.release()
 
     def check_process(self) -> None:
@@ -385,11 +390,11 @@ class Transitions(Protocol):
     def enter(self, phase: OpenPhase) -> None: ...
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None: ...
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None: ...
-    def done_with(self, phase: OpenPhase, wanted: Handle | str) -> None: ...
+    def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None: ...
     def abandon(self, phase: OpenPhase) -> None: ...
     def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None: ...
     def suspend_with_ranks(self) -> None: ...
-    def known(self, wanted: Handle | str) -> Handle: ...
+    def find(self, handle_or_name: Handle | str) -> Handle: ...
 
 
 def checked(name: str) -> str:
@@ -406,11 +411,13 @@ def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
     if only is None:
         return None
-    names: tuple[Any, ...] = tuple(getattr(each, "name", each) for each in only)
-    for name in names:
+    names = []
+    for handle_or_name in only:
+        name: Any = getattr(handle_or_name, "name", handle_or_name)
         if not isinstance(name, str):
             raise TypeError(f"only= takes names or handles, not {name!r}")
-    return names
+        names.append(name)
+    return tuple(names)
 
 
 class Phase:
@@ -470,7 +477,7 @@ class Phase:
             PhaseError: this phase is not open, or no handle has this name.
         """
         self._stack.phases.require_open(self.phase, "keep a handle")
-        self.phase.kept.add(self._stack.known(handle).name)
+        self.phase.kept.add(self._stack.find(handle).name)
 
     def done_with(self, handle: Handle | str) -> None:
         """Offload a handle now, because the rest of this phase needs it no more. Its memory is used

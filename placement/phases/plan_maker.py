@@ -47,51 +47,51 @@ class PlanMaker:
         self._journal = journal
         self.latest = Plan({})  # the plan that was made last, also one that was refused
 
-    def make(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
+    def make(self, verb: str, request: PhaseRequest) -> tuple[Plan, int]:
         """The plan for a phase, and the device bytes that the budget leaves beside it (see
         `check_fits`). Every rank of a group does the same (`verb`). Raises PlacementError: there is
         no plan, it does not fit, or it would generate with an engine without weights."""
         try:
-            view, plan = self.ask(wanted)
+            view, plan = self.ask(request)
             for handle in list(self._handles.values()):
                 if handle.adapter is None and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
-                    view, plan = self.ask(wanted)  # ask again, because its size is known only now
-            self.latest = plan = self.agreed(wanted, plan)
-            room_bytes = check_fits(view, plan, self._planner.other_rank(wanted.name))
+                    view, plan = self.ask(request)  # ask again, because its size is known only now
+            self.latest = plan = self.agreed(request, plan)
+            room_bytes = check_fits(view, plan, self._planner.other_rank(request.name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
-        self._refuse_stale(wanted.name, plan)
+        self._refuse_stale(request.name, plan)
         return plan, room_bytes
 
-    def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+    def agreed(self, request: PhaseRequest, plan: Plan) -> Plan:
         """The plan that all ranks carry out. One process carries out its own."""
         return plan
 
-    def ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
+    def ask(self, request: PhaseRequest) -> tuple[View, Plan]:
         """The view that the policy was shown, and its plan, limited to what `only` names."""
-        view, plan = self._planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
-        for name in wanted.only or ():
+        view, plan = self._planner.ask(request.name, innermost(request.around), request.kept)
+        for name in request.only or ():
             if name not in self._handles:
                 raise PhaseError(f"only=: {unknown_handle(name, self._handles)}")
-        chosen = meant(wanted.only, self._handles)
-        if chosen is None or wanted.enclosing is None:
+        chosen = meant(request.only, self._handles)
+        if chosen is None or request.enclosing is None:
             return view, plan
-        taken_over = [name for name in wanted.kept if plan.on_device(name)]
-        plan = plan.limited_to(chosen, with_kept(wanted.enclosing, taken_over, self._handles))
+        taken_over = [name for name in request.kept if plan.on_device(name)]
+        plan = plan.limited_to(chosen, with_kept(request.enclosing, taken_over, self._handles))
         if view.fits(plan):
             return view, plan
-        return view, without_surplus(view, plan, self._needed(wanted))
+        return view, without_surplus(view, plan, self._needed(request))
 
-    def _needed(self, wanted: PhaseRequest) -> Plan:
+    def _needed(self, request: PhaseRequest) -> Plan:
         """The plan with only what is needed: the phase decides about handles in `only`, the
         enclosing phases about the others."""
-        needed = self._planner.needed(IDLE, None, wanted.kept)
+        needed = self._planner.needed(IDLE, None, request.kept)
         enclosing = None
-        levels = [(phase.name, phase.only) for phase in wanted.around]
-        for name, only in [*levels, (wanted.name, wanted.only)]:
-            asked = self._planner.needed(name, enclosing, wanted.kept)
+        levels = [(phase.name, phase.only) for phase in request.around]
+        for name, only in [*levels, (request.name, request.only)]:
+            asked = self._planner.needed(name, enclosing, request.kept)
             chosen = meant(only, self._handles)
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
             enclosing = name
@@ -127,29 +127,29 @@ class GroupPlanMaker(PlanMaker):
         super().__init__(planner, registry, journal)
         self.vote = vote
 
-    def make(self, verb: str, wanted: PhaseRequest) -> tuple[Plan, int]:
-        action = f"{verb} {wanted.name}"
-        if wanted.only is not None:
-            action += f" only={','.join(sorted(wanted.only))}"
-        with wanted.telling:
+    def make(self, verb: str, request: PhaseRequest) -> tuple[Plan, int]:
+        action = f"{verb} {request.name}"
+        if request.only is not None:
+            action += f" only={','.join(sorted(request.only))}"
+        with request.telling:
             self._planner.least = basis = self.vote.propose(
                 action,
-                lambda: self._planner.budget_bytes(wanted.name),
+                lambda: self._planner.budget_bytes(request.name),
                 self._planner.whereabouts,
             )
             if basis.suspension is not None:
                 self.vote.suspend_first(basis.suspension)
-        return super().make(verb, wanted)
+        return super().make(verb, request)
 
-    def agreed(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+    def agreed(self, request: PhaseRequest, plan: Plan) -> Plan:
         """The plan without what merely stays on this rank's device and not on every other's,
         streaming what any rank streams. A policy that keeps what is on the device, or streams what
         does not fit, gives another plan to a rank that was restarted, or has larger handles."""
         if not self.vote.group.compares_plans:
             return plan
-        chosen = meant(wanted.only, self._handles)
+        chosen = meant(request.only, self._handles)
         needed = self._planner.needed(
-            wanted.name, innermost(wanted.around), wanted.kept, at_rest=True
+            request.name, innermost(request.around), request.kept, at_rest=True
         )
         # the tag, by the handle's name and the text that the other ranks are told: state and tag
         staying: dict[tuple[str, str], str] = {}
@@ -162,7 +162,8 @@ class GroupPlanMaker(PlanMaker):
         stays, streamed = self.vote.in_common(staying, plan.streamed)
         for name, lacked in staying.keys() - stays:
             tags = self._tags(name, plan) - {staying[name, lacked]}
-            plan = replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
+            parts = {**plan.parts, name: tags}
+            plan = replace(plan, parts=parts) if tags else plan.giving_up(name)
         used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
         return replace(plan, streamed=plan.streamed | (streamed & used))
 
@@ -171,4 +172,5 @@ class GroupPlanMaker(PlanMaker):
         text."""
         if plan.targets[name] is State.CPU_OFFLOADED:
             return frozenset()
-        return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
+        all_tags = frozenset(self._handles[name].storage.tags or ("",))
+        return plan.parts.get(name, all_tags)

@@ -92,7 +92,7 @@ class PhaseStack:
             self._sweep,
             [] if self.reconciler.turn is None else [self._end_turn],
             self.incidents.report,
-            lambda: all(each.is_abandoned for each in self.phases.all),
+            lambda: all(phase.is_abandoned for phase in self.phases.all),
         )
         self.suspension = Suspension(
             self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
@@ -118,16 +118,17 @@ class PhaseStack:
         handle.counters.loaded_bytes += streamed.to_device_bytes
         handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
-        # its own are in the peak
-        others_bytes = sum(
-            each.resident_bytes for each in self._handles.values() if each is not handle
-        )
-        self._journal.note_held(self.phases.name, others_bytes + streamed.peak_bytes)
+        held_bytes = streamed.peak_bytes  # with its own
+        for other in self._handles.values():
+            if other is not handle:
+                held_bytes += other.resident_bytes
+        self._journal.note_held(self.phases.name, held_bytes)
         logger.debug(
             "%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds
         )
         if self.phases.all:
-            self.reconciler.prefetcher.go_on(self.phases.name, self.phases.all[-1].plan)
+            plan = self.phases.all[-1].plan
+            self.reconciler.prefetcher.go_on(self.phases.name, plan)
 
     def take_audit(self, plan: Plan) -> Audit:
         """See `Manager.audit`. `plan`: where every handle belongs now."""
@@ -146,12 +147,12 @@ class PhaseStack:
             enclosing = None if phase.only is None else phases.plan_of(phases.all)
             vote = self.lock.vote
             telling = _NOTHING if phases.all or vote is None else self.suspension.telling(vote)
-            wanted = PhaseRequest(
+            request = PhaseRequest(
                 phase.name, phase.only, enclosing, phases.all, phases.kept, telling
             )
             if not phases.all:
                 self._planner.note_end_of(IDLE)
-            self._change(phase, "enter", wanted)
+            self._change(phase, "enter", request)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -163,23 +164,24 @@ class PhaseStack:
             kept = phases.kept
             if phase.kept:
                 kept |= self._worth_keeping(phase)
-            self._change(phase, "switch to", PhaseRequest(name, only, enclosing, around, kept))
+            request = PhaseRequest(name, only, enclosing, around, kept)
+            self._change(phase, "switch to", request)
 
-    def _change(self, phase: OpenPhase, verb: str, wanted: PhaseRequest) -> None:
-        """Begin the wanted phase. If that fails, every handle goes to where it was before."""
+    def _change(self, phase: OpenPhase, verb: str, request: PhaseRequest) -> None:
+        """Begin the phase. If that fails, every handle goes to where it was before."""
         phases = self.phases
         self.reconciler.plan_maker.latest = Plan({})
-        self._journal.enter_phase(wanted.name, wanted.only)
-        with self.reconciler.stall_of(wanted.name):
+        self._journal.enter_phase(request.name, request.only)
+        with self.reconciler.stall_of(request.name):
             try:
                 if self.reconciler.turn is not None:
-                    self.reconciler.turn.take(wanted.name)
+                    self.reconciler.turn.take(request.name)
                     self.reconciler.measure(phases.name)  # others may have given back
-                plan, room_bytes = self.reconciler.plan_maker.make(verb, wanted)
-                self.reconciler.enter(wanted.name, plan, room_bytes)
+                plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
+                self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self.incidents.report(error, wanted.name, self.reconciler.plan_maker.latest)
+                self.incidents.report(error, request.name, self.reconciler.plan_maker.latest)
                 self._journal.enter_phase(phases.name, phases.only)
                 if isinstance(error, DeviceMemoryError):
                     for name in self.reconciler.take_back_engines(asks_all=True):
@@ -190,10 +192,11 @@ class PhaseStack:
                     back, _ = phases.plan_in_any_case(phases.all)
                     _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
-        phases.all, phases.kept = (*wanted.around, phase), wanted.kept
+        phases.all, phases.kept = (*request.around, phase), request.kept
         self._expire_keeps(plan)
-        phase.name, phase.only, phase.plan, phase.kept = wanted.name, wanted.only, plan, set()
-        self._planner.history.began(wanted.name)
+        phase.name, phase.only = request.name, request.only
+        phase.plan, phase.kept = plan, set()
+        self._planner.history.began(request.name)
 
     # --- leaving
 
@@ -209,12 +212,12 @@ class PhaseStack:
                     return
                 self._leave_phases_inside(phase)
             phases.require_leavable(phase)
-            others = phases.without(phase)
+            around = phases.without(phase)
             leaving = None
             if (vote := self.lock.vote) is not None:
-                telling = _NOTHING if others else self.suspension.telling(vote)
+                telling = _NOTHING if around else self.suspension.telling(vote)
                 leaving = LeavingRanks(vote, f"leave {phase.name}", error, telling)
-            with self._leaving_to(others) as left_to:
+            with self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
                     self._expire_keeps()
@@ -225,17 +228,17 @@ class PhaseStack:
                     failures = self.reconciler.retreat(left_to, plan, failures, leaving=leaving)
                 except BaseException as stopped:  # finish leaving, then raise it
                     self._expire_keeps()
-                    more = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
+                    failures = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
                     if error is None or not isinstance(stopped, Exception):
                         raise
-                    failures = [stopped, *more]  # notes on the user's own error
+                    failures.insert(0, stopped)  # notes on the user's own error
                 finally:
-                    phases.all = others
+                    phases.all = around
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
                 for failure in failures:
-                    self.incidents.report(failure, told=error)
+                    self.incidents.report(failure, raised=error)
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)
@@ -249,10 +252,10 @@ class PhaseStack:
             self._leave_abandoned()
 
     @contextmanager
-    def _leaving_to(self, others: Sequence[OpenPhase]) -> Iterator[str]:
+    def _leaving_to(self, phases: Sequence[OpenPhase]) -> Iterator[str]:
         """Count what happens inside for the innermost of the phases that stay open. Gives its
         name."""
-        name, only = (others[-1].name, others[-1].only) if others else (IDLE, None)
+        name, only = (phases[-1].name, phases[-1].only) if phases else (IDLE, None)
         self._journal.enter_phase(name, only)
         with self.reconciler.stall_of(name):
             yield name
@@ -280,10 +283,10 @@ class PhaseStack:
         vote = self.lock.vote
         if vote is None or vote.agreed is None:
             return
-        wanted, vote.agreed = vote.agreed, None
-        concluding = self.suspension.concluding(wanted)
+        request, vote.agreed = vote.agreed, None
+        concluding = self.suspension.concluding(request)
         with concluding, self.lock.attempt(raises_own=True), self.lock.transition():
-            self._leave_the_device(LeavingRanks(vote, f"suspend {wanted.epoch}"))
+            self._leave_the_device(LeavingRanks(vote, f"suspend {request.epoch}"))
 
     def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
         """Take every handle off the device, outside every phase. Raises what failed, but not
@@ -299,9 +302,9 @@ class PhaseStack:
 
     # --- within a phase
 
-    def done_with(self, phase: OpenPhase, wanted: Handle | str) -> None:
+    def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
         with self.lock.transition():
-            handle, plan = self.known(wanted), phase.plan
+            handle, plan = self.find(handle_or_name), phase.plan
             self.phases.require_innermost(phase, f"be done with {handle.name!r}")
             if handle.external or not handle.is_on_device:
                 return
@@ -340,9 +343,9 @@ class PhaseStack:
 
     # --- handles that come and go
 
-    def known(self, wanted: Handle | str) -> Handle:
-        """The handle that a user names. Raises PhaseError: there is none."""
-        name = wanted if isinstance(wanted, str) else wanted.name
+    def find(self, handle_or_name: Handle | str) -> Handle:
+        """The registered handle that a user names. Raises PhaseError: there is none."""
+        name = handle_or_name if isinstance(handle_or_name, str) else handle_or_name.name
         handle = self._handles.get(name)
         if handle is None:
             raise PhaseError(unknown_handle(name, self._handles))
@@ -353,7 +356,7 @@ class PhaseStack:
         replicated handle. If the move fails, the plans of the open phases are as before."""
         handle.restored_by = partial(_restore, weakref.ref(self))
         phases = self.phases
-        plans = [each.plan for each in phases.all]
+        plans = [phase.plan for phase in phases.all]
         self.reconciler.take_in(handle)
         try:
             phases.extend(handle)
@@ -363,14 +366,14 @@ class PhaseStack:
             self.reconciler.carry_out_within(phases.name, plan, phases.kept, agree)
             interrupts.check()
         except BaseException:
-            for each, plan in zip(phases.all, plans, strict=True):
-                each.plan = plan
+            for phase, plan in zip(phases.all, plans, strict=True):
+                phase.plan = plan
             raise
 
     def restore(self, handle: Handle) -> None:
         """See `Handle.restore`."""
         with self.lock.transition():
-            holding = self.known(handle).holding
+            holding = self.find(handle).holding
             if holding is None:
                 return
             if holding.on_device:
@@ -389,7 +392,7 @@ class PhaseStack:
         if self.phases.is_suspended:
             raise PhaseError("the manager is suspended: nothing is loaded; call resume() first")
         plan = self.phases.base_plan()
-        named = {self.known(name).name for name in names}
+        named = {self.find(name).name for name in names}
         changes = self.reconciler.changes
         changes.look_everywhere(wait=True)  # gradients that were zeroed meanwhile stay zero
         changes.raise_found()
@@ -417,9 +420,11 @@ class PhaseStack:
         self.reconciler.measure(self.phases.name)
 
     def steppers_of(self, handle: Handle) -> list[Handle]:
-        return [
-            each for each in self._handles.values() if any(owner is handle for owner in each.owners)
-        ]
+        steppers = []
+        for stepper in self._handles.values():
+            if any(owner is handle for owner in stepper.owners):
+                steppers.append(stepper)
+        return steppers
 
     def _forget_collected(self) -> None:
         """Forget the handles whose objects were garbage-collected, and those that an error kept
@@ -468,9 +473,10 @@ class PhaseStack:
                     self.bring(on_device)
                 self._look_for_changes(wait=True)
                 failures: list[Exception] = []
-                for handle in sorted(
-                    self._handles.values(), key=lambda each: each.kind != "optimizer"
-                ):
+                optimizers_first = sorted(
+                    self._handles.values(), key=lambda handle: handle.kind != "optimizer"
+                )
+                for handle in optimizers_first:
                     try:
                         self.forget(handle)
                     except Exception as error:
@@ -480,8 +486,9 @@ class PhaseStack:
                 self._device.close()
                 self.lock.is_closed = True
                 self.suspension.end()
-                if (found := self.reconciler.changes.take()) is not None:
-                    logger.error("closed: %s", found)
+                changed = self.reconciler.changes.take()
+                if changed is not None:
+                    logger.error("closed: %s", changed)
         finally:
             self.is_closing = False
 
@@ -516,23 +523,19 @@ class PhaseStack:
 
     def _leave_abandoned(self) -> None:
         phases = self.phases
-        while gone := [
-            each
-            for each in phases.all
-            if each.is_abandoned and (each.in_any_order or each is phases.all[-1])
-        ]:
+        while (phase := phases.first_abandoned()) is not None:
             # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none
             # itself
             self._expire_keeps()
-            others = phases.without(gone[0])
-            with self._leaving_to(others) as left_to:
-                failures = self.reconciler.retreat(left_to, phases.plan_after(gone[0])[0])
+            around = phases.without(phase)
+            with self._leaving_to(around) as left_to:
+                failures = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
             if self.lock.vote is not None:
-                self.lock.vote.abandoned(gone[0].name)
+                self.lock.vote.abandoned(phase.name)
             # last, so that after an interrupt the next phase transition does all of this again
-            phases.all = others
+            phases.all = around
             for failure in failures:
-                logger.error("leaving abandoned phase %s: %s", gone[0].name, str(failure))
+                logger.error("leaving abandoned phase %s: %s", phase.name, str(failure))
 
 
 def _note(error: BaseException, failures: list[Exception]) -> None:

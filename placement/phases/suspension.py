@@ -157,8 +157,8 @@ class Suspension:
     def _refused(self, reason: str) -> PhaseError:
         names = [handle.name for handle in [*self._handles.values()] if handle.is_on_device]
         phases = " > ".join(phase.name for phase in self._phases.all) or "none"
-        held = listed(names) or "nothing"
-        return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {held})")
+        on_device = listed(names) or "nothing"
+        return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {on_device})")
 
     def _other_epoch(self, request: SuspensionRequest) -> str:
         is_on = "suspended now" if self._phases.is_suspended else "over"
@@ -171,8 +171,11 @@ class Suspension:
         if self._lock.vote is not None:
             return
         with self._lock.if_free() as is_free:
-            if is_free and self._lock.is_outside() and (wanted := self._take_up()) is not None:
-                with self.concluding(wanted), self._lock.transition():
+            if not is_free or not self._lock.is_outside():
+                return
+            request = self._take_up()
+            if request is not None:
+                with self.concluding(request), self._lock.transition():
                     self._carry_out()
 
     def _take_up(self) -> SuspensionRequest | None:
@@ -201,7 +204,7 @@ class Suspension:
             self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
 
     @contextmanager
-    def concluding(self, wanted: SuspensionRequest) -> Iterator[None]:
+    def concluding(self, carried_out: SuspensionRequest) -> Iterator[None]:
         """The suspension is carried out inside, and refused if that fails. Then the threads that
         ask are answered."""
         reason = "it was interrupted"
@@ -215,11 +218,11 @@ class Suspension:
             with self._mutex:
                 concluded, self._asked, self._taken_up = self._asked, [], []
                 if not reason:
-                    self.epoch = wanted.epoch or 0
-                    seconds = wanted.resume_after_seconds or math.inf
+                    self.epoch = carried_out.epoch or 0
+                    seconds = carried_out.resume_after_seconds or math.inf
                     self._phases.suspended_until = time.monotonic() + seconds
             for asked in concluded:
-                if not reason and asked.request.epoch in (None, wanted.epoch):
+                if not reason and asked.request.epoch in (None, carried_out.epoch):
                     asked.answer.set_result(None)
                 else:
                     refused = self._refused(reason or self._other_epoch(asked.request))

@@ -345,8 +345,8 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
     named = dict.fromkeys(plan.targets)
-    for more in (plan.streamed, plan.dropped, plan.parts, plan.prefetch):
-        named.update(dict.fromkeys(more))
+    for names in (plan.streamed, plan.dropped, plan.parts, plan.prefetch):
+        named.update(dict.fromkeys(names))
     unknown = [name for name in named if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
@@ -487,16 +487,16 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises
     DeviceMemoryError, with a table of bytes that each handle holds and wants.
     """
-    wanted = view.bytes_of(plan)
+    needed_bytes = view.bytes_of(plan)
     own = [handle for handle in view.handles.values() if not handle.external]
-    if wanted <= view.budget_bytes:
-        held = sum([handle.resident_bytes for handle in own])
-        return max(0, view.budget_bytes - held)
+    if needed_bytes <= view.budget_bytes:
+        resident_bytes = sum([handle.resident_bytes for handle in own])
+        return max(0, view.budget_bytes - resident_bytes)
     if other_rank is not None:
         reason = (
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs "
-            f"{mib(wanted)} on the device of each rank: raise budget_bytes there, or name the "
-            "handles that the phase needs together (only=[...])"
+            f"{mib(needed_bytes)} on the device of each rank: raise budget_bytes there, or name "
+            "the handles that the phase needs together (only=[...])"
         )
         other = OtherBudgetError(f"rank {other_rank} {reason}")
         other.blames = {other_rank: reason}
@@ -505,12 +505,12 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
         [(handle.name, handle.resident_bytes, bytes_under(plan, handle)) for handle in own]
     )
     error = DeviceMemoryError(
-        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is "
+        f"phase {view.phase!r} needs {mib(needed_bytes)} on the device, the budget is "
         f"{mib(view.budget_bytes)}.\n{table}\n"
         f'Name the handles that it needs together: manager.phase("{view.phase}", only=[...]), or '
         "raise budget_bytes."
     )
-    error.wanted_bytes = wanted
+    error.wanted_bytes = needed_bytes
     raise error
 
 
@@ -518,8 +518,8 @@ def _bytes_table(rows: Iterable[tuple[str, int, int]]) -> str:
     """A table of the bytes that each handle holds and wants, largest first."""
     lines = [f"  {'handle':<24} {'holds':>18} {'wants':>18}"]
     largest_first = sorted(rows, key=lambda row: -max(row[1:]))
-    for name, held, wanted in largest_first:
-        lines.append(f"  {name:<24} {held:>18,} {wanted:>18,}")
+    for name, held_bytes, wanted_bytes in largest_first:
+        lines.append(f"  {name:<24} {held_bytes:>18,} {wanted_bytes:>18,}")
     return "\n".join(lines)
 
 
