@@ -172,9 +172,14 @@ _SYSTEMS: dict[str, Callable[[Rig, int], TaggedEngine]] = {
 
 def _kernel() -> dict[str, int]:
     return {
-        "process": sum(_resident(Path(f"/proc/{each}")) for each in _family(os.getpid())),
+        "process": family_bytes(),
         "machine": -available_host_bytes(),
     }
+
+
+def family_bytes() -> int:
+    """The memory of this process and of all that it has started, as the kernel counts it."""
+    return sum(_resident(Path(f"/proc/{process}")) for process in _family(os.getpid()))
 
 
 def _family(process: int) -> Iterator[int]:

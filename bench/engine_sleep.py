@@ -32,7 +32,7 @@ from bench import _rig, link
 from bench._results import Results
 from bench._rig import Rig
 
-_SHAPE = {"hidden": 3584, "intermediate": 18944, "layers": 28, "vocabulary": 152064}
+SHAPE = {"hidden": 3584, "intermediate": 18944, "layers": 28, "vocabulary": 152064}
 _ROUNDS = 4
 PLACEMENT = "placement"
 _BACKENDS = ("cumem", PLACEMENT)
@@ -53,9 +53,9 @@ class _Allocator:
         if ranks != 1:
             raise SystemExit("--ranks is for --system vllm")
         self._backends = {"cumem": CuMemBackend(), PLACEMENT: PlacementBackend()}
-        hidden, inner = _SHAPE["hidden"] // scale, _SHAPE["intermediate"] // scale
-        shapes: list[tuple[int, ...]] = [(_SHAPE["vocabulary"] // scale, hidden)] * 2
-        for _ in range(_SHAPE["layers"]):
+        hidden, inner = SHAPE["hidden"] // scale, SHAPE["intermediate"] // scale
+        shapes: list[tuple[int, ...]] = [(SHAPE["vocabulary"] // scale, hidden)] * 2
+        for _ in range(SHAPE["layers"]):
             shapes += [(hidden + 1024, hidden), (hidden, hidden), (2 * inner, hidden)]
             shapes += [(hidden, inner), (hidden,)]
         allocator = cumem.CuMemAllocator.get_instance()
@@ -135,10 +135,10 @@ class _Llm:
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
             "dtype": "bfloat16",
-            "vocab_size": _SHAPE["vocabulary"] // scale,
-            "hidden_size": _SHAPE["hidden"] // scale,
-            "intermediate_size": _SHAPE["intermediate"] // scale,
-            "num_hidden_layers": _SHAPE["layers"],
+            "vocab_size": SHAPE["vocabulary"] // scale,
+            "hidden_size": SHAPE["hidden"] // scale,
+            "intermediate_size": SHAPE["intermediate"] // scale,
+            "num_hidden_layers": SHAPE["layers"],
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
             "tie_word_embeddings": False,
