@@ -102,20 +102,16 @@ class Decoder(nn.Module):
         cosine, sine = self._rotation(hidden)
         for layer in self.layers:
             hidden = layer(hidden, cosine, sine)
-        hidden = self.norm(hidden)
-        # one sequence at a time: the logits of all are gigabytes
-        rows = []
-        for sequence, tokens in zip(hidden, ids[:, 1:], strict=True):
-            if torch.is_grad_enabled():
-                rows.append(_again_in_backward(self._log_probs, sequence, tokens))
-            else:
-                rows.append(self._log_probs(sequence, tokens))
-        return torch.stack(rows)
-
-    def _log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         head = self.embedding if self.head is None else self.head
-        logits = functional.linear(hidden, head.weight)
-        return -functional.cross_entropy(logits.float(), tokens, reduction="none")
+        logits = functional.linear(self.norm(hidden), head.weight)
+        # in float32 one sequence at a time: those of all are many gigabytes
+        rows = []
+        for of_sequence, tokens in zip(logits, ids[:, 1:], strict=True):
+            if torch.is_grad_enabled():
+                rows.append(_again_in_backward(_log_probs, of_sequence, tokens))
+            else:
+                rows.append(_log_probs(of_sequence, tokens))
+        return torch.stack(rows)
 
     def _rotation(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         width, length = self.shape.head_width, hidden.shape[1]
@@ -130,6 +126,11 @@ def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = states.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (states * cosine + turned * sine).to(states.dtype)
+
+
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[length, vocabulary] and [length] to float32 [length]."""
+    return -functional.cross_entropy(logits.float(), tokens, reduction="none")
 
 
 def _again_in_backward(compute: object, *inputs: Tensor) -> Tensor:

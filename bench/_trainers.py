@@ -26,7 +26,7 @@ def working_bytes(rig: Rig, shape: Shape) -> int:
     """Device bytes that a step needs beside weights and moments: gradients, and an allowance for
     activations."""
     parameters = sum(parameter.numel() for parameter in empty_decoder(shape).parameters())
-    return 4 * parameters + rig.pick(1 << 26, 11 * 10**9, 11 * 10**9)
+    return 4 * parameters + rig.pick(1 << 26, 12 * 10**9, 12 * 10**9)
 
 
 def grpo_loss(new: Tensor, old: Tensor, reference: Tensor) -> Tensor:

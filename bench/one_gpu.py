@@ -4,8 +4,8 @@ Full training of a decoder in the shape of Qwen2.5 with random weights: float32 
 gradients, AdamW, bf16 autocast, gradient checkpointing, and a frozen reference in bf16. A step has
 the shape of GRPO: log-probabilities of the reference and of the actor, forward, backward and
 `optimizer.step()` for each 4,096 tokens, and all weights in bf16 for a rollout engine. The engine
-is one buffer: each weight is copied into it. Autocast keeps no bf16 copies of the weights, and the
-logits of one sequence at a time are in memory, in every system.
+is one buffer: each weight is copied into it. In every system autocast keeps no bf16 copies of the
+weights, and one sequence at a time has its logits in float32.
 
 Each system runs in a process of its own, with all of the GPU or with 80 GB of it.
 
