@@ -51,6 +51,7 @@ class Trainer:
 
     name = "torch"
     needs_gpu = False
+    needs_package = "torch"
 
     def __init__(self, rig: Rig, shape: Shape, note: Callable[[str], None]) -> None:
         self.rig, self.shape, self._note = rig, shape, note
@@ -173,6 +174,7 @@ class Fsdp(Trainer):
 class Verl(Trainer):
     name = "verl"
     needs_gpu = True
+    needs_package = "verl"
 
     def prepare(self) -> None:
         self._verl = _peers.verl()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -285,7 +286,12 @@ def measure(rig: Rig, results: Results, options: argparse.Namespace) -> None:
                 _forget(results, job)
                 print(f"== {size}, {name}, limit {limit}", flush=True)
                 began = time.perf_counter()
-                _run(rig, results, job, options.seconds)
+                package = TRAINERS[name].needs_package
+                if importlib.util.find_spec(package) is None:
+                    absent = f"ModuleNotFoundError: No module named {package!r}"
+                    results.failed(job.scenario(job.tokens[0]), name, absent)
+                else:
+                    _run(rig, results, job, options.seconds)
                 print(f"== took {time.perf_counter() - began:.0f} s", flush=True)
 
 

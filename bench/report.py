@@ -299,6 +299,8 @@ _ONE_GPU = (
     ("rate", "rate"),
     ("device", "peak, seen by the driver"),
     ("host", "host peak"),
+    ("between steps", "on the device outside phases"),
+    ("forecast", "registered, peak on the device, forecast off by"),
     ("losses as torch's", "losses as torch's"),
 )
 """The columns of the table of `bench.one_gpu`, and their metrics."""
@@ -318,14 +320,13 @@ def one_gpu(results: Results) -> str:
     written = [
         _machines({"one_gpu": content}, [_Line("one_gpu", "step", "step", False)]),
         "",
-        f"| job | room | system | fits | {' | '.join(title for title, _ in _ONE_GPU)} |",
-        "|---" * (4 + len(_ONE_GPU)) + "|",
+        f"| job | system | fits | {' | '.join(title for title, _ in _ONE_GPU)} |",
+        "|---" * (3 + len(_ONE_GPU)) + "|",
     ]
     for (scenario, system), rows in sorted(found.items(), key=lambda item: item[0][0]):
-        work, _, room = scenario.rpartition(", ")
         fits = "yes" if "step" in rows else reasons[scenario, system]
         cells = [_cell_of_one_gpu(rows, metric) for _, metric in _ONE_GPU]
-        written.append(f"| {work} | {room} | {system} | {fits} | {' | '.join(cells)} |")
+        written.append(f"| {scenario} | {system} | {fits} | {' | '.join(cells)} |")
     return "\n".join(written)
 
 

@@ -145,7 +145,7 @@ def test_a_model_is_trained_with_the_same_losses_in_every_system(tmp_path: Path)
         assert rows[system, "losses as torch's"] == 1
         assert abs(rows[system, "registered, peak on the device, forecast off by"]) < 5
     assert rows["placement, colocated", "on the device outside phases"] == 0
-    assert "| tiny, 128 tokens | the whole GPU | placement, cyclic | yes |" in report.one_gpu(
+    assert "| tiny, 128 tokens, the whole GPU | placement, cyclic | yes |" in report.one_gpu(
         {"one_gpu": content}
     )
 
