@@ -141,7 +141,7 @@ def _measure(
 ) -> None:
     """Train with so many tokens in a step. `free_bytes` were free on the device before the models
     were made."""
-    length = rig.pick(16, 1024, 1024)
+    length = _length(rig)
     generator = torch.Generator().manual_seed(tokens)
     size = (1 + job.steps, tokens // (_SEQUENCES * length), _SEQUENCES, length)
     batches = torch.randint(trainer.shape.vocabulary, size, generator=generator)
@@ -187,6 +187,11 @@ def _measure(
             add(f"{what}, forecast", told, "bytes")
             add(what, found, "bytes")
             add(f"{what}, forecast off by", 100 * (told - found) / found, "%")
+
+
+def _length(rig: Rig) -> int:
+    """The tokens of a sequence."""
+    return rig.pick(16, 1024, 1024)
 
 
 def _most_host_bytes() -> int:
@@ -276,13 +281,16 @@ def measure(rig: Rig, results: Results, options: argparse.Namespace) -> None:
     if options.keep and results.path.exists():
         results.read()
     sizes = {"tiny": ["tiny"], "quick": ["1.5B"], "full": ["1.5B", "4B", "7.6B"]}[rig.size]
-    tokens = (64, 128) if rig.size == "tiny" else (4096, 65536)
+    tokens = options.tokens or ((64, 128) if rig.size == "tiny" else (4096, 65536))
+    micro_batch = _SEQUENCES * _length(rig)
+    if any(count < 1 or count % micro_batch for count in tokens):
+        raise SystemExit(f"--tokens: write multiples of {micro_batch}, the tokens of a micro-batch")
     for size in options.sizes or sizes:
         for name in filter(rig.wants, TRAINERS):
             if TRAINERS[name].needs_gpu and not rig.is_cuda and not rig.only:
                 continue
             for limit in options.limits if rig.is_cuda else [None]:
-                job = Job(size, name, limit, tuple(options.tokens or tokens), options.steps)
+                job = Job(size, name, limit, tuple(tokens), options.steps)
                 _forget(results, job)
                 print(f"== {size}, {name}, limit {limit}", flush=True)
                 began = time.perf_counter()
