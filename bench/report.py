@@ -292,9 +292,61 @@ def headline(results: Results) -> str:
     return "\n".join(written)
 
 
+_ONE_GPU = (
+    ("a step", "step"),
+    ("of it moves", "of it moves"),
+    ("`optimizer.step()`", "of it optimizer.step()"),
+    ("rate", "rate"),
+    ("device", "peak, seen by the driver"),
+    ("host", "host peak"),
+    ("between steps", "on the device outside phases"),
+    ("forecast", "registered, peak on the device, forecast off by"),
+    ("losses as torch's", "losses as torch's"),
+)
+"""The columns of the table of `bench.one_gpu`, and their metrics."""
+
+
+def one_gpu(results: Results) -> str:
+    """The table of what one GPU trains: a line for each job and system."""
+    content = results.get("one_gpu")
+    if content is None:
+        return "No figures yet: `python -m bench.one_gpu` measures them on yours."
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
+    reasons = {
+        (each["scenario"], each["system"]): each["message"] for each in content.get("errors", [])
+    }
+    written = [
+        _machines({"one_gpu": content}, [_Line("one_gpu", "step", "step", False)]),
+        "",
+        f"| job | system | fits | {' | '.join(title for title, _ in _ONE_GPU)} |",
+        "|---" * (3 + len(_ONE_GPU)) + "|",
+    ]
+    for (scenario, system), rows in sorted(found.items(), key=lambda item: item[0][0]):
+        fits = "yes" if "step" in rows else reasons[scenario, system]
+        cells = [_cell_of_one_gpu(rows, metric) for _, metric in _ONE_GPU]
+        written.append(f"| {scenario} | {system} | {fits} | {' | '.join(cells)} |")
+    return "\n".join(written)
+
+
+def _cell_of_one_gpu(rows: Mapping[str, Mapping[str, Any]], metric: str) -> str:
+    """Several metrics that begin in the same way are measures of one thing: the largest counts."""
+    values = [row for name, row in rows.items() if name.startswith(metric)]
+    if not values:
+        return ""
+    largest = max(values, key=lambda row: row["value"])
+    if largest["unit"] == "yes=1":
+        return "yes" if largest["value"] else "no"
+    if largest["unit"] == "tokens/s":
+        return f"{largest['value']:,.0f} tokens/s"
+    return shown(largest["value"], largest["unit"])
+
+
 PAGES: Mapping[str, Callable[[Results], str]] = {
     "performance": table,
     "replicated": functools.partial(table, lines=REPLICATED),
+    "one_gpu": one_gpu,
 }
 """The texts of docs/performance.md, by their marks."""
 

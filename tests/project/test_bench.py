@@ -131,6 +131,40 @@ def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> 
     assert found["bit-exact"] == 1
 
 
+def test_a_model_is_trained_with_the_same_losses_in_every_system(tmp_path: Path) -> None:
+    from bench import one_gpu
+
+    placed = ["placement, colocated", "placement, cyclic"]
+    run_of_two = ["--tokens", "128", "--steps", "2", "--only", "torch", *placed]
+    one_gpu.main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path), *run_of_two])
+    content = json.loads((tmp_path / "one_gpu_simulated.json").read_text(encoding="utf-8"))
+    assert "errors" not in content
+    rows = {(row["system"], row["metric"]): row["value"] for row in content["rows"]}
+    assert rows["torch", "fits"] == 1
+    for system in placed:
+        assert rows[system, "losses as torch's"] == 1
+        assert abs(rows[system, "registered, peak on the device, forecast off by"]) < 5
+    assert rows["placement, colocated", "on the device outside phases"] == 0
+    assert "| tiny, 128 tokens, the whole GPU | placement, cyclic | yes |" in report.one_gpu(
+        {"one_gpu": content}
+    )
+
+
+def test_a_job_that_dies_keeps_its_rows_and_says_where(tmp_path: Path) -> None:
+    from bench import one_gpu
+
+    rig, results = Rig("simulated", "tiny"), Results("one_gpu", "simulated", "tiny", tmp_path)
+    # 32 tokens are less than a micro-batch
+    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (128, 32), 1), seconds=600)
+    fits = {row.scenario: row.value for row in results.rows if row.metric == "fits"}
+    assert fits == {"tiny, 128 tokens, the whole GPU": 1, "tiny, 32 tokens, the whole GPU": 0}
+    (error,) = results.errors
+    assert error["scenario"] == "tiny, 32 tokens, the whole GPU"
+    assert error["message"].startswith("ended in weight_sync, bench/_trainers.py:")
+    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (64,), 1), seconds=0)
+    assert results.errors[-1]["message"] == "stopped after 0 s in its first lines"
+
+
 def test_the_tables_name_the_best_peer_every_failure_and_what_is_worse(tmp_path: Path) -> None:
     results = Results("weights", "simulated", "tiny", tmp_path)
     for system, value in (("link", 55.5), ("slow", 2.0), ("placement", 55.0), ("quick", 50.0)):

@@ -1,0 +1,282 @@
+"""Ways to train a model in steps of GRPO's shape on one GPU: plain torch, FSDP2 and verl with their
+offloading, and placement under three policies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import placement
+from bench import _peers
+from bench._decoder import Decoder, Shape, empty_decoder, fill
+from bench._rig import Rig
+from placement.core.states import IDLE
+from placement.policies import Colocated, Cyclic, Resident
+from placement.registration import streamed_optimizer
+
+_PHASES = ("ref_log_prob", "old_log_prob", "train", "weight_sync")
+_OWN_PHASES = {"old_log_prob": ("actor",)}
+
+
+def working_bytes(rig: Rig, shape: Shape) -> int:
+    """Device bytes that a step needs beside weights and moments: gradients, and an allowance for
+    activations."""
+    parameters = sum(parameter.numel() for parameter in empty_decoder(shape).parameters())
+    return 4 * parameters + rig.pick(1 << 26, 12 * 10**9, 12 * 10**9)
+
+
+def grpo_loss(new: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    """The loss of a group of answers, from log-probabilities [answers, tokens]."""
+    advantages = torch.linspace(-1, 1, new.shape[0], device=new.device)[:, None]
+    ratio = torch.exp(new - old)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    distance = torch.exp(reference - new) - (reference - new) - 1
+    return (0.02 * distance - gain).mean()
+
+
+class Trainer:
+    """torch: everything is on the device. Other systems say what they do before each phase.
+
+    Args:
+        note: called with the name of each part of the job when it begins, and once more at the end
+            of the training, when the host holds the most.
+
+    Attributes:
+        step_seconds: the time of the last `optimizer.step()`.
+    """
+
+    name = "torch"
+    needs_gpu = False
+    needs_package = "torch"
+
+    def __init__(self, rig: Rig, shape: Shape, note: Callable[[str], None]) -> None:
+        self.rig, self.shape, self._note = rig, shape, note
+        self.step_seconds = 0.0
+
+    # --- what systems do in their own way
+
+    def prepare(self) -> None:
+        """Make actor, reference and optimizer."""
+        self.actor, self.ref = self.model(torch.float32), self.model(torch.bfloat16)
+        self.optimizer = self.adamw()
+
+    def begin(self, phase: str) -> None:
+        """Bring what this phase needs, after the one before."""
+
+    def end(self) -> None:
+        """The step is over."""
+
+    def weights(self) -> Iterator[Tensor]:
+        """Every weight of the actor on the device, one at a time."""
+        for parameter in self.actor.parameters():
+            yield parameter.detach().to(self.rig.torch_device, non_blocking=True)
+
+    def seconds_of_moves(self) -> float | None:
+        """Seconds in which the step stood still for moves since the last call; None where the
+        system does not know."""
+        return None
+
+    # --- the job
+
+    def model(self, dtype: torch.dtype) -> Decoder:
+        model = empty_decoder(self.shape).to(dtype).to_empty(device=self.rig.torch_device)
+        fill(model, self.rig.torch_device)
+        return model.requires_grad_(dtype == torch.float32)
+
+    def adamw(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.actor.parameters(), lr=1e-4, fused=True)
+
+    def log_probs(self, model: Decoder, ids: Tensor) -> Tensor:
+        device = self.rig.torch_device.type
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+            log_probs: Tensor = model(ids)
+        return log_probs
+
+    def step(self, batches: Tensor) -> tuple[float, float]:
+        """One step over micro-batches of ids [batches, sequences, length]. Returns the loss and the
+        mean log-probability."""
+        self._begin("ref_log_prob")
+        with torch.no_grad():
+            reference = [self.log_probs(self.ref, ids) for ids in batches]
+        self._begin("old_log_prob")
+        with torch.no_grad():
+            old = [self.log_probs(self.actor, ids) for ids in batches]
+        self._begin("train")
+        losses = []
+        for index, ids in enumerate(batches):
+            new = self.log_probs(self.actor, ids)
+            loss = grpo_loss(new, old[index], reference[index]) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        self.rig.sync()
+        began = time.perf_counter()
+        self.optimizer.step()
+        self.rig.sync()
+        self.step_seconds = time.perf_counter() - began
+        self._note("train")
+        self.optimizer.zero_grad()
+        self._begin("weight_sync")
+        self._publish()
+        self.end()
+        return torch.stack(losses).sum().item(), torch.stack(old).mean().item()
+
+    def _begin(self, phase: str) -> None:
+        self._note(phase)
+        self.begin(phase)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        largest = max(parameter.numel() for parameter in self.actor.parameters())
+        engine = torch.empty(largest, dtype=torch.bfloat16, device=self.rig.torch_device)
+        for weight in self.weights():
+            engine[: weight.numel()].view_as(weight).copy_(weight)
+
+
+class Fsdp(Trainer):
+    name = "FSDP2 CPUOffloadPolicy"
+    needs_gpu = True
+
+    def prepare(self) -> None:
+        torch.distributed.init_process_group(
+            "nccl" if self.rig.is_cuda else "gloo",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+        )
+        super().prepare()
+
+    def model(self, dtype: torch.dtype) -> Decoder:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        model = empty_decoder(self.shape).to(dtype)
+        how: dict[str, Any] = {
+            "mesh": torch.distributed.init_device_mesh(self.rig.torch_device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.rig.is_cuda),
+        }
+        for layer in model.layers:
+            fully_shard(layer, **how)
+        fully_shard(model, **how)
+        model.to_empty(device="cpu")
+        fill(model, self.rig.torch_device)
+        return model.requires_grad_(dtype == torch.float32)
+
+    def weights(self) -> Iterator[Tensor]:
+        for parameter in self.actor.parameters():
+            local: Any = parameter
+            yield local.detach().to_local().to(self.rig.torch_device, non_blocking=True)
+
+
+class Verl(Trainer):
+    name = "verl"
+    needs_gpu = True
+    needs_package = "verl"
+
+    def prepare(self) -> None:
+        self._verl = _peers.verl()
+        self._seconds = 0.0
+        self._loaded: list[Decoder] = []
+        self.actor = self.model(torch.float32)
+        self._verl.offload_fsdp_model_to_cpu(self.actor)
+        self.ref = self.model(torch.bfloat16)
+        self._verl.offload_fsdp_model_to_cpu(self.ref)
+        self.optimizer = self.adamw()
+
+    def begin(self, phase: str) -> None:
+        self._seconds += self.rig.seconds(lambda: self._exchange(phase))
+
+    def _exchange(self, phase: str) -> None:
+        """What the phase before has used goes, and what this one uses comes."""
+        for model in self._loaded:
+            self._verl.offload_fsdp_model_to_cpu(model)
+        self._verl.offload_fsdp_optimizer(self.optimizer)
+        self.rig.empty_cache()
+        of_phase = {"ref_log_prob": [self.ref], "weight_sync": []}
+        self._loaded = of_phase.get(phase, [self.actor])
+        for model in self._loaded:
+            self._verl.load_fsdp_model_to_gpu(model)
+        if phase == "train":
+            self._verl.load_fsdp_optimizer(self.optimizer, self.rig.torch_device)
+
+    def seconds_of_moves(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class Placed(Trainer):
+    """placement under one policy."""
+
+    policy: placement.Policy
+
+    def prepare(self) -> None:
+        device = self.rig.placement_device()
+        streamed_optimizer.BUCKET_BYTES = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
+        budget = self.rig.free_bytes() - working_bytes(self.rig, self.shape)
+        self.manager = placement.Manager(
+            device=device, policy=self.policy, budget_bytes=budget, phases=_OWN_PHASES
+        )
+        self.forecast = placement.forecast(
+            self._register_sizes,
+            policy=self.policy,
+            cycle=_PHASES,
+            budget_bytes=budget,
+            phases=_OWN_PHASES,
+            device=self.manager.device,
+        )
+        # one after the other, so that no two models are in torch's own memory together
+        self.actor = self.model(torch.float32)
+        self.handle = self.manager.register("actor", self.actor, role="actor")
+        self.ref = self.model(torch.bfloat16)
+        self.manager.register("ref", self.ref, role="ref", readonly=True)
+        self.optimizer = self.adamw()
+        self.manager.register("actor.optimizer", self.optimizer)
+        self.rig.empty_cache()
+        self.seconds_of_moves()
+
+    def _register_sizes(self, run: Any) -> None:
+        actor, ref = empty_decoder(self.shape), empty_decoder(self.shape).to(torch.bfloat16)
+        run.register("actor", actor, role="actor")
+        run.register("ref", ref, role="ref", readonly=True)
+        run.register("actor.optimizer", torch.optim.AdamW(actor.parameters()))
+
+    def begin(self, phase: str) -> None:
+        if self.manager.phase_name == IDLE:
+            self.manager.enter(phase)
+        else:
+            self.manager.switch(phase)
+
+    def end(self) -> None:
+        self.manager.leave()
+
+    def weights(self) -> Iterator[Tensor]:
+        for bucket in self.handle.weights(dtype=torch.bfloat16):
+            for _, weight in bucket:
+                yield weight
+
+    def seconds_of_moves(self) -> float:
+        return self.manager.metrics()["placement/stall_seconds"]
+
+
+class PlacedColocated(Placed):
+    name = "placement, colocated"
+    policy = Colocated("streamed", stream_sync=True)
+
+
+class PlacedCyclic(Placed):
+    name = "placement, cyclic"
+    policy = Cyclic(optimizer_in="streamed")
+
+
+class PlacedResident(Placed):
+    name = "placement, resident"
+    policy = Resident()
+
+
+TRAINERS: dict[str, type[Trainer]] = {
+    system.name: system
+    for system in (Trainer, PlacedColocated, PlacedCyclic, PlacedResident, Verl, Fsdp)
+}
