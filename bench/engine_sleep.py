@@ -9,8 +9,8 @@ first needs `device_allocator` and the C extension only:
 is that of all ranks' processes.
 
 A first sleep takes the host memory. Before each later one all weights are written, or none is. A
-wake comes two seconds after its sleep. After it the weights are compared (`allocator`), or the
-tokens (`vllm`).
+wake comes a second after its sleep. After it the weights are compared (`allocator`), or the tokens
+(`vllm`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLACEMENT = "placement"
 _BACKENDS = ("cumem", PLACEMENT)
 # The driver clears memory that was freed, with the engines that copy: right after a sleep of 62 GB
 # a copy to the device takes 0.43 s instead of 0.29 (15.3 GB, H200). A real engine sleeps longer.
-_ASLEEP_SECONDS = 2.0
+_ASLEEP_SECONDS = 1.0
 
 
 class _Allocator:
