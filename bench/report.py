@@ -340,13 +340,73 @@ def _cell_of_one_gpu(rows: Mapping[str, Mapping[str, Any]], metric: str) -> str:
         return "yes" if largest["value"] else "no"
     if largest["unit"] == "tokens/s":
         return f"{largest['value']:,.0f} tokens/s"
+    if largest["unit"] == "%":
+        return f"{abs(largest['value']):.2f} %"
     return shown(largest["value"], largest["unit"])
+
+
+_ENGINES = (
+    ("engine_sleep_vllm", "vLLM 0.26", "first sleep", ("sleep",)),
+    ("engine_sleep_vllm", "vLLM 0.26", "written", ("sleep", "wake", "copied")),
+    ("engine_sleep_vllm", "vLLM 0.26", "unchanged", ("sleep", "wake", "copied")),
+    ("engine_sleep_vllm", "vLLM 0.26", "by tags", ("wake weights", "wake kv_cache")),
+    ("engine_sleep_vllm", "vLLM 0.26", "level 2", ("sleep", "wake")),
+    ("sglang_sleep", "SGLang 0.5.14", "first", ("release",)),
+    ("sglang_sleep", "SGLang 0.5.14", "written", ("release", "resume weights")),
+    ("sglang_sleep", "SGLang 0.5.14", "unchanged", ("release", "resume weights")),
+)
+"""Result file, engine, scenario and metrics of the lines of the table of engines."""
+
+
+def engines(results: Results) -> str:
+    """The table of engines that sleep and wake: the engine's own way, and placement's."""
+    lines = [_Line(benchmark, "", "", False) for benchmark, _, _, _ in _ENGINES]
+    written = [_machines(results, lines), "", "| what | its own | placement |", "|---|---|---|"]
+    for benchmark, engine, scenario, metrics in _ENGINES:
+        if benchmark not in results:
+            continue
+        cells: dict[tuple[str, str], str] = {}
+        for row in results[benchmark]["rows"]:
+            if row["scenario"] == scenario:
+                system = _OURS if row["system"] == _OURS else "own"
+                cells[row["metric"], system] = shown(row["value"], row["unit"])
+        for metric in metrics:
+            own, ours = cells[metric, "own"], cells[metric, _OURS]
+            written.append(f"| {engine}, {scenario}: {metric} | {own} | **{ours}** |")
+    return "\n".join(written)
+
+
+_WHOLE_JOB = ("7.6B, 4,096 tokens, 80 GB", "7.6B, 4,096 tokens, the whole GPU")
+
+
+def whole_job(results: Results) -> str:
+    """What the README shows of `bench.one_gpu`: the largest model, with and without placement."""
+    content = results["one_gpu"]
+    gpu = content["machine"]["gpu"]
+    metrics = ("step", "peak, seen by the driver", "losses as torch's")
+    written = [
+        f"| 7.6B on one {gpu} | a step | on the device | losses as torch's |",
+        "|---" * 4 + "|",
+    ]
+    for scenario in _WHOLE_JOB:
+        systems: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for row in content["rows"]:
+            if row["scenario"] == scenario:
+                systems.setdefault(row["system"], {})[row["metric"]] = row
+        room = scenario.rpartition(", ")[2]
+        for system, rows in systems.items():
+            cells = [_cell_of_one_gpu(rows, metric) for metric in metrics]
+            if "step" not in rows:
+                cells = ["out of memory", "", ""]
+            written.append(f"| {system}, {room} | {' | '.join(cells)} |")
+    return "\n".join(written)
 
 
 PAGES: Mapping[str, Callable[[Results], str]] = {
     "performance": table,
     "replicated": functools.partial(table, lines=REPLICATED),
     "one_gpu": one_gpu,
+    "engines": engines,
 }
 """The texts of docs/performance.md, by their marks."""
 
@@ -457,6 +517,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for name, text in texts.items():
         put_into(options.page, name, text)
+    put_into(options.readme, "one_gpu", whole_job(results))
     put_into(options.readme, "performance", headline(results))
     draw(results, options.chart)
 
