@@ -1,5 +1,5 @@
-"""The storage of a handle: where its bytes are, how many there are, and what a phase transition may
-ask of it.
+"""The storage of a handle: where its bytes are, how many there are, and the questions of a phase
+transition.
 
 Every handle has one `Storage` from registration to its end, of one of four kinds. (A storage
 without more words is one of torch's.)
@@ -124,8 +124,9 @@ class Storage(abc.ABC):
     born_bytes = 0
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
-        """Update `kept_by_framework`; for an audit also with what is found only by looking
-        everywhere."""
+        """Update `kept_by_framework`.
+        `everywhere`: also with memory that only a search of the whole object finds, for an
+        audit."""
 
     def measure(self) -> None:
         """Update the figures that change without placement. It is called at every phase transition,
@@ -163,9 +164,9 @@ class Storage(abc.ABC):
     def read_host(
         self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
     ) -> torch.Tensor | None:
-        """A tensor of the same form over its bytes in the host copy, for somebody who only reads
-        it, before it changes or under a lock of `lend_host_copy`. None for a tensor that the host
-        copy does not have now. While loaded it is right after `mirror`.
+        """A tensor of the same form over its bytes in the host copy. The caller only reads it,
+        before it changes or under a lock of `lend_host_copy`. None for a tensor that the host copy
+        does not have now. While the object is loaded, it is right after `mirror`.
         `storages`: the storages that were made for the same reader, by address. Tensors that shared
         a storage share one again."""
         return None
@@ -192,8 +193,8 @@ class Storage(abc.ABC):
 
     @property
     def leftovers(self) -> str | None:
-        """Words for what is on the device now, for a handle that should not be there; None where
-        nothing is."""
+        """Words for the bytes that a handle has on the device although it should have none; None
+        where there are none."""
         return None
 
     # --- the end
@@ -235,7 +236,9 @@ class ExternalStorage(Storage):
         return 0, self._measured_bytes, 0
 
     def measure(self) -> None:
-        storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
-        self._measured_bytes = sum(
-            {each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values()
-        )
+        sizes = dict[int, int]()  # by storage, because tensors may share one
+        for owned in self._adapter.owned():
+            storage = owned.tensor.untyped_storage()
+            if storage.device.type != "cpu":
+                sizes[storage._cdata] = storage.nbytes()
+        self._measured_bytes = sum(sizes.values())
