@@ -23,12 +23,12 @@ sake, and proposes in the open epoch. It never passes over a committed epoch, be
 all votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other
 rank.
 
-A rank that ends an epoch writes the basis after the decision, so a rank waits for one key at a time
-and is woken by either. A basis that holds a budget proves that all ranks have left every earlier
+A rank that ends an epoch writes the basis after the decision. So ranks wait for one key at a time,
+and either key wakes them. A basis that holds a budget proves that all ranks have left every earlier
 epoch. Only then are the keys of earlier epochs deleted, because a stopped rank may come back and
 ask for the decision.
 
-A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must
+A rank that cannot read the decision keeps its prepared move and raises CoordinatorLost: it must
 neither enter nor go back. A rank that is interrupted after its vote goes back alone; if the
 decision was COMMIT, it ends the next epoch. A restarted process finds its rank's place taken, ends
 the open epoch, and stays outside. The protocol's models are tests/model/barrier.pml, and stages.pml
@@ -379,8 +379,8 @@ class Group:
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go
                 back.
-            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and
-                enter nothing.
+            CoordinatorLost: the decision cannot be read. The caller must keep its prepared move and
+                enter no phase.
         """
         with self._reaching_the_board("agree", in_doubt=True):
             deadline = time.monotonic() + self.deadline_seconds

@@ -90,6 +90,15 @@ class StoreGroup(Group):
             after init_process_group, or your own. No other library may write `placement/...` keys
             to it.
         rank, world_size, deadline_seconds, generation: see `Group`.
+
+    Raises:
+        GroupError, CoordinatorLost, ValueError: see `Group`.
+
+    Example:
+        ::
+
+            group = StoreGroup(store, rank, world_size, deadline_seconds=300)
+            manager = placement.Manager(group=group)
     """
 
     def __init__(
@@ -128,8 +137,13 @@ def from_environment(
         deadline_seconds: see `Group`.
 
     Raises:
-        ValueError: torchrun's variables are not set.
+        ValueError: torchrun's variables are not set, or no store is at their address.
         CoordinatorLost: the store does not answer.
+
+    Example:
+        ::
+
+            manager = placement.Manager(group=placement.group.from_environment())
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [variable for variable in names if not os.environ.get(variable)]

@@ -49,7 +49,7 @@ class _Epoch:
 
 class GroupVote:
     """The phase transitions of one manager as its group sees them. Each uses one epoch on every
-    rank, whatever its outcome."""
+    rank, also where it fails."""
 
     def __init__(self, group: Group) -> None:
         if getattr(group, "propose", None) is None:

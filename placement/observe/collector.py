@@ -2,8 +2,8 @@
 
 This is a custom collector, not metric objects that are set one by one. So every family of a scrape
 shows the same moment (separate gauges tear: a scrape can see no state or two). The collector writes
-no files of `PROMETHEUS_MULTIPROC_DIR`, no `_created` series appear, the series of an unregistered
-handle end, and the time in the present state is included.
+no files of `PROMETHEUS_MULTIPROC_DIR`, and no `_created` series appear. The series of an
+unregistered handle end. The time in the present state is included.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _GB = 10**9
 
 
 class Figures:
-    """The figures of one manager. `Manager.metrics` says what they mean.
+    """The figures of one manager. `Manager.metrics` explains them.
 
     Bytes of a handle stay counted when it is unregistered.
     """

@@ -73,11 +73,13 @@ def _watch(
         return
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        while (measured := alive()) is not None:
+        measured = alive()
+        while measured is not None:
             measured.measure(nvml, device)
             del measured
             wake.wait(ASK_SECONDS)
             wake.clear()
+            measured = alive()
     # a MIG slice, or the driver is gone: the last measurement is no longer true
     except nvml.NVMLError:
         measured = alive()

@@ -285,7 +285,7 @@ class MetricsServer(ThreadingWSGIServer):
         # an exception in a page is one client's 500, never the end of the server
         except Exception as exc:
             _logger.debug("a page raised an exception", exc_info=True)
-            # The type alone, because the message may hold secrets, and anybody may reach the port.
+            # The type alone, because the message may hold secrets, and the port may be open to all.
             return Response(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
                 f"the page failed: {type(exc).__name__}\n".encode(),

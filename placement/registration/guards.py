@@ -127,7 +127,7 @@ _TRAINED_WITHOUT = (
     "manager.phase('optimizer_step') inside this one; after phase.done_with() the optimizer comes "
     "back in the next phase that needs it"
 )
-"""Advice for the step of an optimizer that is offloaded although the phase trains what it steps."""
+"""Advice for the step of an optimizer that is offloaded although the phase trains its modules."""
 _NUMBERS = itertools.count()
 
 

@@ -320,6 +320,12 @@ class Handle:
         Raises:
             NotResidentError: there is no state: a `Lazy` is not built yet, or the object was
                 garbage-collected.
+            BrokenHandleError: values are lost since an earlier failure.
+
+        Example:
+            ::
+
+                torch.save(actor.state_dict(), "actor.pt")  # on the device or not
         """
         target = self.object
         if target is None:
@@ -374,6 +380,14 @@ class Handle:
 
         Raises:
             ValueError, TypeError: an argument does not fit (see `weights`).
+
+        Example:
+            ::
+
+                receiver = {
+                    info.name: torch.empty(info.shape, dtype=info.dtype)
+                    for info in actor.weights_info(dtype="bfloat16")
+                }
         """
         from placement.publish import buckets
 
@@ -400,11 +414,11 @@ class Handle:
         beyond its phase, does not.
 
         The device memory needed is one bucket plus the memory for making one weight. That is at
-        most another tensor of the weight's size, and this rank's part of it if it is cut unevenly
-        or along another dimension than the first. Merging adapters takes the tensors with which
-        PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. The memory
-        that `convert` needs for one weight comes on top. So does the next bucket where the weights
-        are published from the host copy.
+        most another tensor of the weight's size. This rank's part of it comes on top if the weight
+        is cut unevenly or along another dimension than the first. Merging adapters takes the
+        tensors with which PEFT computes one layer: two more of the weight's size for LoRA, four for
+        DoRA. The memory that `convert` needs for one weight comes on top. So does the next bucket
+        where the weights are published from the host copy.
 
         Args:
             bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A
@@ -433,9 +447,16 @@ class Handle:
                 being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to
                 do.
-            ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is
-                no number of bytes, `dtype` is no floating-point dtype, or `convert` needs values or
-                returns something else than a tensor.
+            ValueError, TypeError: `adapters` or `names` does not fit the module; `bucket_bytes` is
+                no number of bytes; `dtype` is no floating-point dtype; `convert` needs values, or
+                returns no tensor.
+
+        Example:
+            ::
+
+                with manager.phase("weight_sync"):
+                    for bucket in actor.weights(bucket_bytes="512MiB", dtype="bfloat16"):
+                        engine.update_weights(bucket)
         """
         from placement.publish import buckets
 
@@ -476,8 +497,8 @@ class Handle:
         * where changes would take more bytes than the weight;
         * where it is computed (merged adapters, converted names, quantised).
 
-        If the model is still on the device when training begins again, it is first copied to the
-        host copy, as an offload would do it.
+        A model that is still on the device when training begins again is first copied to the host
+        copy, as by an offload.
 
         Args:
             since: the `version` that the receivers have; None if they have none. Any other version
@@ -486,6 +507,14 @@ class Handle:
 
         Raises:
             PhaseError, RegistrationError, ValueError, TypeError: see `weights`.
+
+        Example:
+            ::
+
+                with manager.phase("weight_sync"):
+                    for changes in actor.weight_changes(since=version):
+                        send(changes)
+                        version = changes.version
         """
         from placement.publish import buckets
 

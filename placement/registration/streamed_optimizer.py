@@ -56,7 +56,7 @@ them."""
 class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
-    # holds the manager's: no other thread moves anything. Refuses a graph capture.
+    # holds the manager's lock, so that no other thread moves a handle. Refuses a graph capture.
     lock: Callable[[], AbstractContextManager[None]]
     # called with the handle, the result and the seconds of each step
     note: Callable[[SteppedHandle, Streamed, float], None]
@@ -124,7 +124,7 @@ class StreamedOptimizer:
         # on the device.
         self.is_running = False
         self.refusal = refusal(adapter.key_objects()[0])
-        """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
+        """Why no plan may stream this optimizer's state, with advice; None if a plan may."""
         if self.refusal is None and (adapter.steps_copies or not is_predictable):
             reason = "its size cannot be predicted"
             if adapter.steps_copies:
@@ -386,14 +386,14 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
 #
 # These are classes of torch.optim whose update of a parameter depends on nothing but its gradient,
 # its own state and the options of its group. `PartialStep` makes such a step for a part of the
-# parameters. It calls the innermost step function with an object that has other parameter groups,
-# and shares the optimizer's state, or for a slice has that slice of it. So the groups of the
-# optimizer itself are always the user's.
+# parameters. It calls the innermost step function with an object that has other parameter groups
+# and the optimizer's state, or for a slice that slice of the state. So the groups of the optimizer
+# itself are always the user's.
 #
-# The step functions of torch.optim compute each element from the same element of the parameter, of
-# its gradient and of its state, and from counters of the whole parameter. So a parameter whose
-# state is larger than a bucket can be stepped slice by slice, and comes out with the same bits.
-# Muon is the exception, because it multiplies whole matrices.
+# The step functions of torch.optim compute an element from the same element of the parameter, its
+# gradient and its state, and from counters of the parameter. So a parameter whose state is larger
+# than a bucket can be stepped slice by slice, and comes out with the same bits. Muon is the
+# exception, because it multiplies whole matrices.
 
 
 class ParameterSlice(NamedTuple):
@@ -503,7 +503,7 @@ def allow(cls: type) -> type:
 
 
 def refusal(root: Any) -> str | None:
-    """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it
+    """Why the step of a registered optimizer cannot be made in parts, with advice; None if it
     can."""
     objects, leaves = optimizers_in(root)
     inner = leaves[0].optimizer if len(leaves) == 1 else None
@@ -529,8 +529,8 @@ def _is_of_accelerate(obj: object) -> bool:
 
 
 def refusal_now(optimizer: Any) -> str | None:
-    """Why the next step cannot be made in parts although the optimizer's can, and what to do; None
-    if it can."""
+    """Why the next step cannot be made in parts although the optimizer's can, with advice; None if
+    it can."""
     stepped = list[Any]()
     for group in optimizer.param_groups:
         stepped += [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -565,8 +565,8 @@ def _reduces(parameter: Any) -> bool:
 
 
 def replaced_step(optimizer: Any) -> str | None:
-    """Why the optimizer's own method may do more than a step, and what to do; None if it makes a
-    step alone. A learning rate scheduler replaces the method by one that tells it of the step, and
+    """Why the optimizer's own method may do more than a step, with advice; None if it makes a step
+    alone. A learning rate scheduler replaces the method by one that tells it of the step, and
     accelerate by the method itself."""
     step = vars(optimizer).get("step")
     step_of_class = type(optimizer).step
@@ -586,9 +586,9 @@ def _name(optimizer: Any) -> str:
 
 
 class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time, or for slices of one, in the
-    implementation (for-loop, foreach, fused) that torch would choose for all parameters of a group
-    together: another one may round differently. `parameters` have a gradient."""
+    """One step of an optimizer, made for a few parameters at a time, or for slices of one. It runs
+    in the implementation (for-loop, foreach, fused) that torch would choose for all parameters of a
+    group together, because another one may round differently. `parameters` have a gradient."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -62,7 +62,7 @@ class Storage(abc.ABC):
     @property
     def unadopted_bytes(self) -> int:
         """The part of `resident_bytes` in torch's own memory, which gets a place in a range at the
-        next offload: as of the last measurement, without what was dropped since."""
+        next offload: as of the last measurement, without storages that have died since."""
         return self.unadopted.nbytes
 
     @abc.abstractmethod
@@ -105,8 +105,8 @@ class Storage(abc.ABC):
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the host copy, and of what is reserved for state that is not created yet, that
-        are in files (`Settings.disk_directory`)."""
+        """Bytes of the host copy, with the part that is reserved for state that is not created yet,
+        in files (`Settings.disk_directory`)."""
         return 0
 
     @property
@@ -183,12 +183,11 @@ class Storage(abc.ABC):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        """Whether a handle in this state needs no repair: no interrupted move has left anything
-        half done."""
+        """Whether a handle in this state needs no repair: no interrupted move is left half done."""
         return True
 
     def check(self, name: str, state: State) -> None:
-        """Raise IntegrityError, with the numbers, if what is declared and what is measured
+        """Raise IntegrityError, with the numbers, if the declared and the measured figures
         disagree."""
 
     @property
@@ -222,8 +221,8 @@ class ExternalStorage(Storage):
     `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework
     places them."""
 
-    # always true: the framework places the bytes. The handle's states say what the user may do, not
-    # where the bytes are.
+    # always true: the framework places the bytes. The handle's states say how the object may be
+    # used, not where the bytes are.
     on_device = True
 
     def __init__(self, adapter: Adapter) -> None:

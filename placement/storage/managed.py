@@ -3,7 +3,7 @@ are read meanwhile.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one
 decision: setting it commits a move. The facts about each page are in the page tables of its ranges.
-After a failure the bytes are complete on the side that the decision names, and `make_consistent`
+After a failure the bytes are complete on the side that the decision names. `make_consistent`
 settles every page there and brings the tensors in line.
 
 Four announcements tell of a move: leaving, left, coming, came (`watch/announcements.py`).
@@ -53,7 +53,7 @@ _SAVED_TOGETHER = 4
 
 
 class ManagedStorage(Storage):
-    """The bytes of one object, which come and go, and what the object owns outside of its
+    """The bytes of one object, which come and go, and the storages that it owns outside of its
     ranges."""
 
     can_prefetch = True
@@ -101,7 +101,7 @@ class ManagedStorage(Storage):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything
+        """Whether an `unadopt` has begun and not ended. It must be called again before the object
         moves."""
         return self.stage is Stage.LEAVING
 
@@ -199,7 +199,7 @@ class ManagedStorage(Storage):
         )
 
     def check(self, name: str, state: State) -> None:
-        """Compare the memory behind the ranges with what the state needs: every chunk on the
+        """Compare the memory behind the ranges with the need of the state: every chunk on the
         device, or none."""
         if state is State.CPU_OFFLOADED and self.on_device:
             raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
@@ -339,7 +339,7 @@ class ManagedStorage(Storage):
         """Give every storage its place. Returns whether any of them was on the device. Raises
         RegistrationError, before anything changes: a tensor cannot be moved."""
         born = self.scanner.rescan()
-        self.adapter.check(owned for adoptee in born.new for owned in adoptee.owned)
+        self.adapter.check(itertools.chain.from_iterable(adoptee.owned for adoptee in born.new))
         if any(True for _ in self.adapter.sparse()):
             born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
@@ -460,8 +460,10 @@ class ManagedStorage(Storage):
         straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
+            return
         # no variable here refers to a storage when uses are counted
-        elif fresh := self.take_in(Scan(self.scanner.rescan().lasting)):
+        fresh = self.take_in(Scan(self.scanner.rescan().lasting))
+        if fresh:
             self.device.sync()
             self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, *fresh))
@@ -672,7 +674,8 @@ class ManagedStorage(Storage):
                 tell()
         else:
             self._leave_device(chunk_pool)
-        self._offload, self.adoption.spare = Offload(), None
+        self._offload = Offload()
+        self.adoption.spare = None
         self.state_dict_tensors.moving_in = frozenset()
         self.stage = Stage.SETTLED
 

@@ -20,10 +20,9 @@ so that the driver gets few calls. Each can fail in a call of the device. The ta
 no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the
 page's mark tells when that is so in fact. Memory is taken away only after a wait for the mark.
 
-Who may change a page: the thread that holds the manager's lock (a phase transition, a streamed
-step, a registration or its end, a checkpoint), and while a phase computes the thread of a prefetch,
-which `Prefetcher.pause` stops. Other threads read the host copy, and call `wait_until_saved`
-before.
+The thread that holds the manager's lock may change a page: a phase transition, a streamed step, a
+registration or its end, a checkpoint. So may the thread of a prefetch while a phase computes, until
+`Prefetcher.pause` stops it. Other threads read the host copy, and call `wait_until_saved` before.
 """
 
 from __future__ import annotations
@@ -314,11 +313,11 @@ class Pages:
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
-        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all
-        memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and
-        the host copy has the newest bytes, or gets them: pages that were saved from aside, or
-        prefetched, keep their memory there.
-        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be
+        """Bring every page to one side, from any state. Idempotent. With `DEVICE`, all memory is
+        behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host
+        copy has the newest bytes, or gets them. Pages that were saved from aside, or prefetched,
+        keep their memory aside.
+        Raises DeviceMemoryError, with `DEVICE`: there is not enough memory. `settle(HOST)` can be
         called then."""
         if side is Side.DEVICE:
             indices = range(len(self.table))
@@ -499,8 +498,8 @@ class ChunkPool:
     took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it.
     The budget leaves so much.
-    `left_by`: the pool that the phase transition before has left, with what was given up since.
-    This pool takes over its chunks."""
+    `left_by`: the pool that the phase transition before has left, with chunks that were given up
+    since. This pool takes over its chunks."""
 
     def __init__(
         self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None

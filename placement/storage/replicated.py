@@ -3,21 +3,20 @@ ranks share one host copy of these, and load it together. Frozen are all parts o
 object, and the parameters of another module that are not trained.
 
 To load the copy, each rank copies its parts over its own link, chunk by chunk. The rest comes by
-all-gather, over NVLink where there is one. A rank that waits in a collective must not wait for one
-that may still fail for lack of memory, so a load has two halves. In the phase transition's move,
-each rank maps all chunks, and enqueues the copies of its own parts with an event behind each
-chunk's.
-The load is not committed yet: if the transition fails, the host copy was authoritative all the
-time. Then `complete` gets the rest. Where the ranks have agreed on the change for which they
-prepared the load, they all-gather, each chunk behind its event. Everywhere else (going back after a
-failure, a rank that is alone) the rest comes over the rank's own link.
+all-gather, over NVLink where there is one. In a collective no rank may wait for one that may still
+fail for lack of memory. So a load has two halves. In the phase transition's move, each rank maps
+all chunks, and enqueues the copies of its own parts with an event behind each chunk's. The load is
+not committed yet: if the transition fails, the host copy was authoritative all the time. Then
+`complete` gets the rest. Where the ranks have agreed on the change for which they prepared the
+load, they all-gather, each chunk behind its event. Everywhere else (going back after a failure, a
+rank that is alone) the rest comes over the rank's own link.
 
 Before it votes, every rank writes into the shared memory for which change it has prepared a load.
 After the vote all ranks read the same words, so all of them gather or none does. A rank that has
 left, or whose collective failed, writes that there for good.
 
-The copy is never written after the registration. A rank whose values have changed, or whose host
-copy is about to be shown to a caller who may write there, gets one of its own before, for good.
+The copy is never written after the registration. A rank gets a copy of its own, for good, where its
+values have changed, or before a caller may write into its host copy.
 """
 
 from __future__ import annotations
@@ -108,7 +107,8 @@ class ReplicatedStorage(ManagedStorage):
             return super().bring(r, indices)
         if r.alone is None and not r.is_shared:
             r.load_alone("it has a host copy of its own")
-        elif r.alone is None and (reason := self._ranks.gone) is not None:
+        reason = self._ranks.gone
+        if r.alone is None and reason is not None:
             self._give_up(r, reason)
         if r.alone is not None:
             return super().bring(r, indices)
@@ -150,10 +150,11 @@ class ReplicatedStorage(ManagedStorage):
         self.is_complete = True
 
     def _gather(self, ranges: set[SharedRange]) -> None:
-        # Sorted, so that every rank gathers in the same order, whatever chunks its chunk pool had.
-        marks = {(r, index): mark for r, index, mark in self._waiting}
+        # In order, so that every rank gathers in the same one: their chunk pools may have had other
+        # chunks.
+        marks = {(r, index): mark for r, index, mark in self._waiting if r in ranges}
         for r in self._shared_ranges():
-            for index in range(len(r.chunk_sizes)) if r in ranges else ():
+            for index in range(len(r.chunk_sizes)):
                 if (r, index) in marks:
                     with self.device.after(marks[r, index]):
                         self._ranks.gather(r.on_device(*r.gathered(index)))
@@ -215,7 +216,9 @@ class ReplicatedStorage(ManagedStorage):
             own.view(0, r.nbytes).copy_(shared.view(0, r.nbytes))
             reason = "a caller may write into its host copy, through a tensor of a state dict"
             if changed:
-                names = next(filter(None, (_changed_names(r, index) for index in changed)), [])
+                names = list[str]()
+                for index in changed:
+                    names = names or _changed_names(r, index)
                 reason = f"{listed(names) or 'its bytes'} changed on the device"
             r.pages.host = own
             r.is_shared = False
@@ -228,7 +231,7 @@ class ReplicatedStorage(ManagedStorage):
             reason,
         )
 
-    # --- registration: the ranks compare what they have, and make a host copy that they share
+    # --- registration: the ranks compare their tensors, and make a host copy that they share
 
     def adopt_shared(
         self, adoptees: Sequence[Adoptee]

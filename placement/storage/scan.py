@@ -96,8 +96,8 @@ optimizer's shard in the model's buffer). They may have left placement since."""
 
 
 def alias_tables() -> list[dict[int, int]]:
-    """`StorageScanner.aliases` of each registered object. No table is ever changed: a look at other
-    numbers makes another one."""
+    """`StorageScanner.aliases` of each registered object. No table is ever changed. A look with
+    other numbers makes another table."""
     return [scanner.aliases for scanner in _SCANNERS]
 
 
@@ -429,7 +429,8 @@ class StorageScanner:
                     if key in keys and (owner in modules or key in other.discovered):
                         other_owners.setdefault(key, owner)
         for key, owner in other_owners.items():
-            tensors = sorted(new[key], key=lambda owned: owned.held)  # others first, if there are
+            # first one that is not only held, if there is any
+            tensors = sorted(new[key], key=lambda owned: owned.held)
             is_left = (
                 self.adapter.hands_back
                 or owner in modules

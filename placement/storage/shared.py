@@ -162,7 +162,9 @@ def deviating_ranks(shares: Shares, answers: Sequence[object]) -> str | None:
     for member, answer in zip(shares.members, answers, strict=True):
         if answer != usual:
             numbers.append(str(member))
-    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
+    if not numbers:
+        return None
+    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 # --- the range
@@ -180,8 +182,8 @@ def spans_of(nbytes: int, chunk_bytes: int, shares: Shares) -> list[Span]:
 
 
 class SharedRange(Range):
-    """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered
-    as soon as its parts have arrived."""
+    """A range of which each chunk is divided among the ranks. So a chunk can be gathered as soon as
+    its parts have arrived."""
 
     def __init__(
         self, device: Device, layout: RangeLayout, copy: SharedCopy, adoptees: tuple[Adoptee, ...]
@@ -213,20 +215,20 @@ class SharedRange(Range):
         those of the other ranks' parts."""
         start, divided_bytes = self.gathered(index)
         part_bytes = self.part_bytes(index)
-        part = start + self.shares.rank * part_bytes
-        part_end = part + part_bytes
-        divided_end = start + divided_bytes
-        end = start + self.used_sizes[index]
-        own = [(part, part_end), (divided_end, end)]
-        other = [(start, part), (part_end, divided_end)]
-        return self._copies_between(own), self._copies_between(other)
+        bytes_before = self.shares.rank * part_bytes
+        bytes_behind = divided_bytes - part_bytes - bytes_before
+        part = start + bytes_before
+        rest_bytes = self.used_sizes[index] - divided_bytes
+        own = [(part, part_bytes), (start + divided_bytes, rest_bytes)]
+        other = [(start, bytes_before), (part + part_bytes, bytes_behind)]
+        return self._copies_of(own), self._copies_of(other)
 
-    def _copies_between(self, spans: Sequence[Span]) -> list[Copy]:
-        """The copies of these spans (first, end) of the range."""
+    def _copies_of(self, spans: Sequence[Span]) -> list[Copy]:
+        """The copies of these spans of the range."""
         device = self.layout.addresses.base
         host = self.host.address
         copies = list[Copy]()
-        for start, end in spans:
-            if end > start:
-                copies.append(Copy(device + start, host + start, end - start))
+        for start, nbytes in spans:
+            if nbytes > 0:
+                copies.append(Copy(device + start, host + start, nbytes))
         return copies

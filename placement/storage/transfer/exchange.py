@@ -2,14 +2,14 @@
 gives up goes behind the addresses of the next.
 
 A handle that leaves is copied to the host page by page. As soon as a page has arrived there, its
-memory is taken from behind the old addresses and, if another handle comes, put behind the new ones.
-So a swap needs the memory of the larger side, plus `WINDOW` chunks.
+memory is taken from behind the old addresses. If another handle comes, it is put behind the new
+ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
 The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes
 are in the host copy. A move is committed after its last page was vacated, or is aside with its copy
 to the host started (`hide`, `save_aside`). `ManagedStorage.make_consistent` settles the rest after
-an error. Pages that are aside are remapped before anything is copied: the driver remaps a chunk in
-0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
+an error. Pages that are aside are remapped before any is copied: the driver remaps a chunk of
+128 MiB in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Comparison:
 
     def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
         self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs is
-        # an error. Its gradients, which are in transient ranges, may change.
+        # The host copy of a readonly handle stays as it is: no page is copied, and a page that
+        # differs is an error. Its gradients, which are in transient ranges, may change.
         self.keeps_host_copy = holding.readonly and self.host_prints is not None and not r.transient
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
@@ -391,7 +391,7 @@ class Exchange:
         while departure.waiting:
             self._enqueue_part(departure)
             departure.ask_more()  # computed while this part is vacated
-            # another's host copy, which readers see from here on, may lack what comes next
+            # another handle's host copy, which readers see from here on, may lack the next pages
             if departure.holding.readonly:
                 self._vacate(departure, waits=False)
 
@@ -418,8 +418,8 @@ class Exchange:
             interrupts.check()
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
-        # Not where something may use the host copy at any moment, also through a view, or where
-        # what arrives there is to be compared.
+        # Not where a reader may use the host copy at any moment, also through a view, or where
+        # arriving bytes are to be compared.
         if self.verifier is not None or holding.state_dict_tensors.are_held:
             return 0
         return self.staying.get(holding, 0)
@@ -475,10 +475,10 @@ class Exchange:
                 if not is_awaited and pages[-1] + 1 == len(r.chunk_sizes):
                     num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
                     num_first = max(0, num_first - num_last)
-            first, last = pages[:num_first], pages[num_first:]
-            batches = [first[start : start + size] for start in range(0, num_first, size)]
-            if last:
-                batches.append(last)
+            first_pages = pages[:num_first]
+            batches = [first_pages[start : start + size] for start in range(0, num_first, size)]
+            if num_first < len(pages):
+                batches.append(pages[num_first:])
             for batch in batches:
                 r.pages.save(batch)
                 yield r, batch

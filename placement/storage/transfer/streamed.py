@@ -1,16 +1,16 @@
 """Stream an optimizer's state through a small window of device memory while the optimizer steps.
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets
-ahead, is stepped there, and goes back to the host behind the step, so that the link is busy both
-ways beside the kernels. The first ones may have come aside before the step (`Prefetcher`). No
-tensor is touched, because the state keeps its addresses.
+ahead, is stepped there, and goes back to the host behind the step. So the link is busy both ways
+beside the kernels. The first buckets may have come aside before the step (`Prefetcher`). No tensor
+is touched, because the state keeps its addresses.
 
 The host copy stays authoritative, except for pages that are newest on the device: those whose
 parameters are stepped, until their bytes are on the host again. State that a step has created is in
-torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both home. So a
-step that an error cut short leaves parameters that are stepped, with their new state, and others
-that are not, with their old state: as an ordinary step does. The same holds for the elements of a
-parameter that is stepped in slices; its counter counts once all are.
+torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both home. So after
+an error stepped parameters have their new state, and others their old state, as in an ordinary
+step. The same holds for the elements of a parameter that is stepped in slices; its counter counts
+once all are.
 """
 
 from __future__ import annotations

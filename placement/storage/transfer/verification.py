@@ -2,8 +2,8 @@
 later the device's bytes with both.
 
 Verifying waits for every byte that it compares, so a load returns only when its last byte has
-arrived, and the CPU computes the host copy's fingerprints. This finds a bad memory module or link;
-it is no mode for training at full speed.
+arrived. The CPU computes the host copy's fingerprints. This finds a bad memory module or link; it
+is no mode for training at full speed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Gradients:
         return tensors
 
     def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
-        """The adoptees, among these transient ones, that hold anything but gradients."""
+        """The adoptees, among these transient ones, that hold other tensors than gradients."""
         gradients = self.tensors()
         # A sparse gradient's parts are new objects at each access, so they are known by their
         # storages, which nothing else uses.

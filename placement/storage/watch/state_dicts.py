@@ -2,9 +2,9 @@
 are counted.
 
 A state dict's tensors alias the live ones, so after the next offload they would read poison.
-Instead, those that are still alive are pointed to the host copy when the bytes go there, and back
-to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its device is
-corrected. A forked child has neither memory."""
+Instead, those that are still alive are pointed to the host copy when the bytes go there. They are
+pointed back to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its
+device is corrected. A forked child has neither memory."""
 
 from __future__ import annotations
 

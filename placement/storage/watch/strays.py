@@ -75,8 +75,8 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
 def lasting_stray_references(
     look: Callable[[], dict[str, int]],
 ) -> dict[str, int]:
-    """The stray references that `look` still finds after a process group's thread has had time to
-    drop its references to the tensors that it has sent."""
+    """The stray references that `look` still finds after a wait for a process group's thread, which
+    drops its references to sent tensors."""
     strays = look()
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     for seconds in _WAITS_SECONDS if has_group else ():
