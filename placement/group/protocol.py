@@ -370,7 +370,7 @@ class Group:
         stage: Stage = "moved",
         lacks_engines: bool = False,
     ) -> Decision:
-        """Vote after everything is prepared, and wait for the decision.
+        """Vote after the move is prepared, and wait for the decision.
 
         `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once
         all have moved. Returns the decision COMMIT, with the stage that all ranks have reached,

@@ -113,8 +113,8 @@ def as_json(targets: Iterable[Target]) -> str:
     return json.dumps(groups, indent=1) + "\n"
 
 
-def from_json(text: str | bytes, where: object) -> list[Target]:
-    """Read targets in Prometheus' format. The error for another format names `where`."""
+def from_json(text: str | bytes, source: object) -> list[Target]:
+    """Read targets in Prometheus' format. The PlacementError for another format names `source`."""
     targets = []
     try:
         for group in json.loads(text):
@@ -122,7 +122,7 @@ def from_json(text: str | bytes, where: object) -> list[Target]:
                 targets.append(Target(address=str(address), labels=dict(group["labels"])))
         return targets
     except (ValueError, TypeError, KeyError) as error:
-        raise PlacementError(f"{where} is not a list of Prometheus targets: {error!r}") from error
+        raise PlacementError(f"{source} is not a list of Prometheus targets: {error!r}") from error
 
 
 class Announcement:

@@ -1,10 +1,9 @@
 """Places of storages in a new range, and how tensors are pointed there and back.
 
-The unit is the storage: everything that points into it (views, tied weights, saved tensors of a
-live graph, references held in C++) follows. The device's `Adopter` chooses the way for each
-storage. The way "rebind" (a storage born on the CPU, for an accelerator) gives each known tensor a
-new storage. An unknown tensor would stay behind, so it is refused. Everything here runs outside
-inference mode.
+The unit is the storage: all of its users (views, tied weights, saved tensors of a live graph,
+references held in C++) follow. The device's `Adopter` chooses the way for each storage. The way
+"rebind" (a storage born on the CPU, for an accelerator) gives each known tensor a new storage. An
+unknown tensor would stay behind, so it is refused. All functions here run outside inference mode.
 """
 
 from __future__ import annotations

@@ -491,17 +491,17 @@ class ManagedStorage(Storage):
             dead = [r for r in dead if not r.has_any(addresses)]
         return dead
 
-    def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory
+    def drop(self, ranges: Sequence[Range], chunk_pool: ChunkPool) -> None:
+        """Drop ranges. They leave `self.ranges` last, so that a failure loses no range with memory
         behind it."""
-        if not gone:
+        if not ranges:
             return
-        self.state_dict_tensors.leave_ranges(gone)
-        for r in gone:
+        self.state_dict_tensors.leave_ranges(ranges)
+        for r in ranges:
             r.pages.discard(chunk_pool)
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-        gone_ranges = set(gone)
-        self.set_ranges(tuple(r for r in self.ranges if r not in gone_ranges))
+        dropped = set(ranges)
+        self.set_ranges(tuple(r for r in self.ranges if r not in dropped))
 
     # --- moving: the steps of an `Exchange`, in order
 
@@ -510,8 +510,8 @@ class ManagedStorage(Storage):
         the object is back. A call that another thread is in goes on, and reads poison once the
         memory has gone."""
         self.stage = Stage.BEGUN
-        for tell in self.announce.leaving:
-            tell()
+        for listener in self.announce.leaving:
+            listener()
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         """Begin a move; an offload after `begin_leaving`, with the device idle. From here to the
@@ -525,8 +525,8 @@ class ManagedStorage(Storage):
         dead = self.dead()
         if dead:
             self.watch.scan()  # a dead range may have the values of tensors that were replaced
-        for tell in self.announce.coming:
-            tell()
+        for listener in self.announce.coming:
+            listener()
         self.stage = Stage.BEGUN
         for r in self.ranges:
             r.pages.discard_unusable(chunk_pool)
@@ -655,9 +655,9 @@ class ManagedStorage(Storage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Finish a move that was committed, or undo one that was not: bring everything in line with
-        `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had back,
-        the rest of the object is offloaded, too."""
+        """Finish a move that was committed, or undo one that was not: bring all tensors in line
+        with `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had
+        back, the rest of the object is offloaded, too."""
         if self.stage is Stage.SETTLED:
             return
         if self.on_device:
@@ -670,8 +670,8 @@ class ManagedStorage(Storage):
             # any reader is shown the side that was decided on from here on
             self.stage = Stage.BEGUN
         if self.on_device:
-            for tell in self.announce.came:
-                tell()
+            for listener in self.announce.came:
+                listener()
         else:
             self._leave_device(chunk_pool)
         self._offload = Offload()
@@ -737,8 +737,8 @@ class ManagedStorage(Storage):
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
-        for tell in self.announce.left:
-            tell()
+        for listener in self.announce.left:
+            listener()
         self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
@@ -800,24 +800,24 @@ class ManagedStorage(Storage):
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host,
         and drop the ranges. Idempotent."""
-        self.scanner.discovered = frozenset()  # these may be another's from now on
+        self.scanner.discovered = frozenset()  # these may be another handle's from now on
         if not self.ranges:
             return
         self.wait_for_host_readers()
-        before = self.stage
+        stage_before = self.stage
         if self.on_device:
             self.begin_leaving()
         # a new tensor that cannot be moved must not keep the object's values here
         self.adapter.hands_back = True
         try:
-            chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
+            chunk_pool = self._ready_to_leave(is_repeated=stage_before is Stage.LEAVING)
         except BaseException:
             self.adapter.hands_back = False
             if self.on_device:
-                if before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
-                    for tell in self.announce.came:
-                        tell()
-                self.stage = before  # an offload that broke off has still to go back
+                if stage_before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
+                    for listener in self.announce.came:
+                        listener()
+                self.stage = stage_before  # an offload that broke off has still to go back
             raise
         self.stage = Stage.LEAVING
 

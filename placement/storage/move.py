@@ -17,7 +17,8 @@ class Stage(enum.Enum):
     meanwhile (`ManagedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on
     the side that was decided on."""
 
-    SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
+    # Either. No move is under way, and every tensor is where `on_device` says.
+    SETTLED = enum.auto()
     # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it
     # says.
     BEGUN = enum.auto()

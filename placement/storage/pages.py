@@ -543,16 +543,16 @@ class ChunkPool:
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
         """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
         Takes all or none."""
-        taken: list[Chunk] = []
+        chunks: list[Chunk] = []
         try:
             for size in sizes:
-                taken.append(self._one(size))
+                chunks.append(self._take_one(size))
         except BaseException:
-            self.give(taken)
+            self.give(chunks)
             raise
-        return tuple(taken)
+        return tuple(chunks)
 
-    def _one(self, size: int) -> Chunk:
+    def _take_one(self, size: int) -> Chunk:
         chunks = self._chunks.get(size)
         if chunks:
             return chunks.popleft()

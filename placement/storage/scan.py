@@ -242,17 +242,17 @@ class StorageScanner:
         unchanged = self.adapter.unchanged() if is_module else None
         if unchanged is not None:
             return unchanged.tensors
-        before = self.adapter.hands_back
+        hands_back = self.adapter.hands_back
         self.adapter.hands_back = True
         try:
             return [owned.tensor for owned in self.adapter.owned()]
         finally:
-            self.adapter.hands_back = before
+            self.adapter.hands_back = hands_back
 
     def rescan(self, *, movable: bool = False, anew: bool = False) -> Scan:
         """Look at the object anew: update `versions`, `aliases` and `BORROWED`, and return the
         storages outside their places.
-        `movable`: give sparse gradients storages that nothing else uses, so that everything new can
+        `movable`: give sparse gradients storages without other users, so that all new storages can
         be moved.
         `anew`: look at every tensor, even if nothing has changed since the last look.
 

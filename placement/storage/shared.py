@@ -192,7 +192,7 @@ class SharedRange(Range):
         self.copy = copy
         self.shares = copy.shares
         self.is_shared = True
-        # why this rank loads everything over its own link from now on; None while the ranks load
+        # why this rank loads the whole over its own link from now on; None while the ranks load
         # together
         self.alone: str | None = None
 

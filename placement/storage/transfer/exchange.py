@@ -167,7 +167,7 @@ class Arrivals:
 
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room
-        beside everything that leaves."""
+        beside all pages that leave."""
         num_fitting = 0
         for page in itertools.islice(self._waiting, WINDOW):
             room_bytes -= page.nbytes

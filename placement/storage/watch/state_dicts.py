@@ -299,13 +299,13 @@ class StateDictTensors:
         device, because the ranges are about to go."""
         self._point_to(lambda tensor: tensor.detach().clone())
 
-    def leave_ranges(self, gone: Sequence[Range]) -> None:
+    def leave_ranges(self, ranges: Sequence[Range]) -> None:
         """Give the tensors in these ranges host memory of their own, because their values are
         nowhere else."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             place = self._ranges.find(tensor)
-            if place is None or place[0] not in gone:
+            if place is None or place[0] not in ranges:
                 return None
             return tensor.detach().to("cpu", copy=True)
 
