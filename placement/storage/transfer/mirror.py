@@ -27,11 +27,12 @@ def mirror(storage: ManagedStorage) -> None:
             continue
         host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
         device_prints = r.fingerprint(0, len(r.chunk_sizes)).cpu()
-        if changed := differing(host_prints, device_prints):
+        changed = differing(host_prints, device_prints)
+        if changed:
             storage.make_host_copy_own(r, changed)
             r.pages.save(changed)
         prints.append((r, device_prints))
     storage.device.wait(storage.device.mark("to_host"))
     for r, device_prints in prints:
-        r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on, as far as anybody knows
+        r.pages.note_changed(range(len(r.chunk_sizes)))  # from here on they may change
         r.pages.prints = device_prints
