@@ -168,14 +168,15 @@ class Replay:
             nbytes = self._copied.get((name, Trigger.OFFLOAD), handle.resident_bytes)
         if not is_on:
             self._changed.discard(name)
-        elif state is State.TRAINING or (phase == "weight_sync" and handle.role == "rollout"):
+        elif state is State.TRAINING or (
+            phase == "weight_sync" and (handle.role == "rollout" or handle.kind == "engine")
+        ):
             self._changed.add(name)
         self._handles[name] = replace(
             handle,
             state=state,
             streaming=state is not State.CPU_OFFLOADED and not is_on,
             resident_bytes=device_bytes,
-            prefetched_bytes=plan.prefetch.get(name, 0),
             resident_tags=plan.parts.get(name, frozenset(handle.tags)) if is_on else frozenset(),
         )
         return nbytes

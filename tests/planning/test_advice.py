@@ -17,6 +17,7 @@ import torch
 from placement import Manager, Policy
 from placement.core import journal
 from placement.devices.simulated import device
+from placement.engines.base import TorchEngine
 from placement.engines.tagged import TaggedEngine
 from placement.phases import engines, moves, reconciler
 from placement.planning.advice import cyclic_like, length_of_step
@@ -74,6 +75,10 @@ class Engine(TaggedEngine):
         self.moved_bytes += abs(nbytes)
 
 
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+
+
 @dataclass
 class Job:
     """A job of RL post-training on a slow link, of models of 2 MiB."""
@@ -84,7 +89,7 @@ class Job:
     capacity_bytes: int = 64 * MIB
     budget_bytes: int | None = None
     has_critic: bool = False
-    has_engine: bool = False
+    engine_kind: str = ""  # "tagged", "torch", or none
     is_one_phase: bool = False  # one phase stays open from step to step
 
     def __post_init__(self) -> None:
@@ -101,19 +106,21 @@ class Job:
         self.frozen("reward")
         if self.has_critic:
             self.trained("critic")
-        self.engine = Engine(simulated) if self.has_engine else None
+        self.engine: Any = None
+        if self.engine_kind == "tagged":
+            self.engine = Engine(simulated)
+        elif self.engine_kind == "torch":
+            self.engine = TorchEngine(net())
         if self.engine is not None:
-            self.manager.register("rollout", self.engine, role="rollout")
+            self.manager.register("rollout", self.engine)
 
     def frozen(self, role: str) -> torch.nn.Module:
-        layers = [torch.nn.Linear(256, 256, bias=False) for _ in range(8)]
-        self.models.append(torch.nn.Sequential(*layers))
+        self.models.append(net())
         self.manager.register(role, self.models[-1], role=role, readonly=True)
         return self.models[-1]
 
     def trained(self, role: str) -> torch.nn.Module:
-        layers = [torch.nn.Linear(256, 256, bias=False) for _ in range(8)]
-        self.models.append(torch.nn.Sequential(*layers))
+        self.models.append(net())
         self.manager.register(role, self.models[-1], role=role)
         self.optimizers.append(torch.optim.AdamW(self.models[-1].parameters(), lr=1e-3))
         self.manager.register(f"{role}.optimizer", self.optimizers[-1])
@@ -194,7 +201,8 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
         pytest.param(
             {"only": {"log_prob": ["actor"], "train": ["actor"]}}, "cyclic", id="phases with only"
         ),
-        pytest.param({"has_engine": True}, "cyclic", id="an engine"),
+        pytest.param({"engine_kind": "tagged"}, "cyclic", id="an engine"),
+        pytest.param({"engine_kind": "torch"}, "cyclic", id="an engine of plain modules"),
         pytest.param(
             {"policy": "cyclic(idle='empty')"}, "cyclic(idle='keep')", id="empty outside phases"
         ),
@@ -283,6 +291,7 @@ def test_a_step_is_what_has_come_three_times_and_has_every_phase_so_far() -> Non
 
     assert [length("ab"), length("abab"), length("bababa"), length("aaa")] == [0, 0, 2, 1]
     assert [length("abcbcbcbc"), length("abcbc" * 3)] == [0, 5]
+    assert length("bbabab") == 0
 
 
 def test_there_is_no_line_where_the_worker_gives_handles_up_by_hand(
