@@ -138,9 +138,10 @@ class Replay:
                 planning.check_fits(view, plan)
                 if phase != IDLE:
                     self._planner.history.began(phase)
-                room_bytes = self._planner.budget_bytes(phase, measured=True)
-                early_bytes = sum(plan.prefetch.values())
-                spare_bytes.append(room_bytes - view.bytes_of(plan) - early_bytes)
+                held_bytes = view.bytes_of(plan)
+                room_bytes = self._planner.budget_bytes(phase, measured=True) - held_bytes
+                early_bytes = min(sum(plan.prefetch.values()), view.budget_bytes - held_bytes)
+                spare_bytes.append(room_bytes - min(early_bytes, max(0, room_bytes)))
                 for name, handle in view.handles.items():
                     nbytes = self._move(name, plan, phase)
                     copied_bytes += 0 if handle.tags else nbytes

@@ -19,6 +19,7 @@ from placement.core import journal
 from placement.devices.simulated import device
 from placement.engines.base import TorchEngine
 from placement.engines.tagged import TaggedEngine
+from placement.group import StoreGroup
 from placement.phases import engines, moves, reconciler
 from placement.planning.advice import cyclic_like, length_of_step
 from placement.planning.policy_lookup import resolve_policy
@@ -26,6 +27,7 @@ from placement.policies import Colocated, Cyclic
 from placement.storage.transfer import exchange
 from placement.testing import SimulatedDevice
 from tests.support.early import wait_for_copies
+from tests.support.threads import on_all
 
 MIB = 1 << 20
 RATE = 1e7  # bytes a second, of the clock below
@@ -90,6 +92,7 @@ class Job:
     budget_bytes: int | None = None
     has_critic: bool = False
     engine_kind: str = ""  # "tagged", "torch", or none
+    group: StoreGroup | None = None
     is_one_phase: bool = False  # one phase stays open from step to step
 
     def __post_init__(self) -> None:
@@ -97,7 +100,9 @@ class Job:
         simulated = SimulatedDevice(
             self.capacity_bytes, chunk_bytes=64 << 10, bandwidth_bytes_per_second=RATE
         )
-        self.manager = Manager(device=simulated, policy=self.policy, budget_bytes=self.budget_bytes)
+        self.manager = Manager(
+            device=simulated, policy=self.policy, budget_bytes=self.budget_bytes, group=self.group
+        )
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.losses: list[float] = []
@@ -201,6 +206,11 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
         pytest.param(
             {"only": {"log_prob": ["actor"], "train": ["actor"]}}, "cyclic", id="phases with only"
         ),
+        pytest.param(
+            {"only": {"log_prob": ["actor", "ref"]}, "budget_bytes": 7 * MIB},
+            "cyclic",
+            id="early bytes have only the room that is left",
+        ),
         pytest.param({"engine_kind": "tagged"}, "cyclic", id="an engine"),
         pytest.param({"engine_kind": "torch"}, "cyclic", id="an engine of plain modules"),
         pytest.param(
@@ -231,12 +241,35 @@ def test_one_line_names_the_policy_under_which_a_step_copies_what_it_promises(
     assert other_bytes == line.placement.copied_bytes < own_bytes
     # bytes that arrive early are a further gain
     promised = float(text.split("saved ")[1].split(" s")[0])
-    assert 0.5 < promised <= (own_seconds - other_seconds) * 1.02
+    assert 0.2 < promised <= (own_seconds - other_seconds) * 1.02
     peak_bytes = other.manager.device.memory().total_bytes - line.placement.spare_bytes
     assert other.manager.snapshot().peak_bytes <= peak_bytes
     own.close()
     other.close()
     assert len(advice_in(caplog)) == 1
+
+
+def test_of_several_ranks_the_first_tells_it_for_the_least_budget(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(policy: str) -> list[Job]:
+        """Two ranks. The second has less memory than everything needs."""
+        store = torch.distributed.HashStore()
+        jobs = []
+        for rank, capacity_bytes in enumerate((64 * MIB, int(7.6 * MIB))):
+            group = StoreGroup(store, rank, 2, 20.0)
+            jobs.append(Job(policy, capacity_bytes=capacity_bytes, group=group))
+        for _ in range(5):
+            on_all(jobs, Job.step)
+        return jobs
+
+    own = run("colocated")
+    (line,) = advice_in(caplog)
+    other = run("cyclic")
+    (copied_bytes, _), _ = on_all(other, Job.moves)
+    assert 0 < copied_bytes == line.placement.copied_bytes
+    for job in (*own, *other):
+        job.close()
 
 
 class Own(Colocated):
