@@ -65,7 +65,8 @@ class Advisor:
         """Tell what would have been saved in the step of these spans, if that is worth a line."""
         copied: dict[tuple[str, Trigger], int] = {}
         copied_bytes = 0
-        seconds_of_copies = set()  # handles that move together have the same seconds
+        # by phase, because handles that move together have the same seconds
+        seconds_of_copies: set[tuple[str, float]] = set()
         engine_seconds = 0.0
         for record in self._journal:
             if record.at_seconds < spans[0].begin_seconds or record.trigger not in _MOVES:
@@ -75,7 +76,7 @@ class Advisor:
             else:
                 nbytes = record.nbytes + record.prefetched_bytes
                 copied_bytes += nbytes
-                seconds_of_copies.add(record.seconds)
+                seconds_of_copies.add((record.phase, record.seconds))
                 move = record.handle, record.trigger
                 copied[move] = max(nbytes, copied.get(move, 0))
         step = [(span.phase, planning.meant(span.only, self._handles)) for span in spans]
@@ -84,18 +85,25 @@ class Advisor:
             return  # the user keeps or gives up handles, which no replay knows
         spec, total_bytes = self._spec, self._planner.memory.total_bytes
         other = Replay(resolve_policy(spec), self._planner, copied).of_repeated(step)
-        seconds = spans[-1].end_seconds - spans[0].begin_seconds
+        step_seconds = spans[-1].end_seconds - spans[0].begin_seconds
         saved_bytes = own.copied_bytes - other.copied_bytes
         saved_engine_bytes = own.engine_bytes - other.engine_bytes
-        saved_seconds = sum(seconds_of_copies) * saved_bytes / max(1, own.copied_bytes)
+        copy_seconds = sum(seconds for _, seconds in seconds_of_copies)
+        saved_seconds = copy_seconds * saved_bytes / max(1, own.copied_bytes)
         saved_seconds += engine_seconds * saved_engine_bytes / max(1, own.engine_bytes)
-        if other.spare_bytes >= 0 and saved_seconds > max(_LEAST_SECONDS, _LEAST_SHARE * seconds):
+        least_seconds = max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds)
+        if other.spare_bytes >= 0 and saved_seconds > least_seconds:
             self.look_at = math.inf
-            peak, total = readable(total_bytes - other.spare_bytes), readable(total_bytes)
             logger.info(
-                f"policy {spec} would have saved {saved_seconds:.2f} s of {seconds:.2f} s a step, "
-                f'and fits (peak {peak} of {total}): Manager(policy="{spec}"), or '
-                f'PLACEMENT_POLICY="{spec}"',
+                "policy %s would have saved %.2f s of %.2f s a step, and fits (peak %s of %s): "
+                'Manager(policy="%s"), or PLACEMENT_POLICY="%s"',
+                spec,
+                saved_seconds,
+                step_seconds,
+                readable(total_bytes - other.spare_bytes),
+                readable(total_bytes),
+                spec,
+                spec,
                 extra={"placement": other},
             )
 
@@ -138,10 +146,10 @@ class Replay:
                 planning.check_fits(view, plan)
                 if phase != IDLE:
                     self._planner.history.began(phase)
-                held_bytes = view.bytes_of(plan)
-                room_bytes = self._planner.budget_bytes(phase, measured=True) - held_bytes
-                early_bytes = min(sum(plan.prefetch.values()), view.budget_bytes - held_bytes)
-                spare_bytes.append(room_bytes - min(early_bytes, max(0, room_bytes)))
+                held_bytes = view.bytes_of(plan) + sum(plan.prefetch.values())
+                room_bytes = self._planner.budget_bytes(phase, measured=True)
+                # early bytes have no more room than the budget leaves
+                spare_bytes.append(room_bytes - min(held_bytes, view.budget_bytes))
                 for name, handle in view.handles.items():
                     nbytes = self._move(name, plan, phase)
                     copied_bytes += 0 if handle.tags else nbytes
