@@ -244,11 +244,11 @@ def test_one_line_names_the_policy_under_which_a_step_copies_what_it_promises(
     (own_bytes, own_seconds), (other_bytes, other_seconds) = own.moves(), other.moves()
     assert own.losses == other.losses
     assert other_bytes == line.placement.copied_bytes < own_bytes
-    # bytes that arrive early are a further gain
-    promised = float(text.split("saved ")[1].split(" s")[0])
-    assert 0.2 < promised <= (own_seconds - other_seconds) * 1.02
-    if other_bytes == 0:
-        assert promised == pytest.approx(own_seconds - other_seconds, rel=0.05)
+    promised_seconds = float(text.split("saved ")[1].split(" s")[0])
+    assert promised_seconds > 0.2
+    # else bytes arrive early under one of the two, and the seconds depend on threads
+    if other_bytes == 0 and own.manager.policy.name == "colocated":
+        assert promised_seconds == pytest.approx(own_seconds - other_seconds, rel=0.02)
     peak_bytes = other.capacity_bytes - line.placement.spare_bytes
     limit_bytes = other.budget_bytes or other.capacity_bytes
     assert other.manager.snapshot().peak_bytes <= peak_bytes <= limit_bytes
