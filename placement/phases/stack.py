@@ -3,6 +3,7 @@ nothing, an exit as far as it goes."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -29,6 +30,7 @@ from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
 from placement.phases.suspension import Suspension
+from placement.planning.advice import Advisor
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -78,6 +80,9 @@ class PhaseStack:
         vote = None if group is None else GroupVote(group)
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
+        self._advisor = Advisor(policy, settings, self._planner, self._handles, journal)
+        if group is not None and group.rank != 0:
+            self._advisor.look_at = math.inf  # the first rank tells it for all
         self.phases = OpenPhases(self._planner, self._handles)
         # without the stack, so that a server that shows snapshots does not keep it alive
         parts = self._handles, self.phases, self.reconciler
@@ -510,12 +515,15 @@ class PhaseStack:
 
     def _sweep(self) -> None:
         """Forget what was garbage-collected, take back engines that were restarted and leave what
-        was abandoned, before a phase transition begins."""
+        was abandoned, before a phase transition begins. Look at the steps so far, where it is time
+        for that."""
         if self._gone:
             self._forget_collected()
         if self.reconciler.has_engines:
             self.reconciler.take_back_engines()
         self._leave_abandoned()
+        if self._journal.num_spans >= self._advisor.look_at:
+            self._advisor.look()
 
     def _end_turn(self) -> None:
         if not self.phases.all:
