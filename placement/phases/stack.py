@@ -142,6 +142,8 @@ class PhaseStack:
     # --- entering and switching
 
     def enter(self, phase: OpenPhase) -> None:
+        """Open a phase: see `_change`. Raises Suspended: an outermost phase has to wait first. The
+        caller waits, and calls again."""
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
@@ -173,7 +175,8 @@ class PhaseStack:
             self._change(phase, "switch to", request)
 
     def _change(self, phase: OpenPhase, verb: str, request: PhaseRequest) -> None:
-        """Begin the phase. If that fails, every handle goes to where it was before."""
+        """Begin the phase. After an error every handle goes to where it was before, except after
+        `CoordinatorLost`: other ranks may have entered. Errors of going back become notes."""
         phases = self.phases
         self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(request.name, request.only)
@@ -189,7 +192,7 @@ class PhaseStack:
                 self.incidents.report(error, request.name, self.reconciler.plan_maker.latest)
                 self._journal.enter_phase(phases.name, phases.only)
                 if isinstance(error, DeviceMemoryError):
-                    for name in self.reconciler.take_back_engines(asks_all=True):
+                    for name in self.reconciler.take_back_restarted_engines(asks_all=True):
                         error.add_note(f"placement: {_RESTARTED.format(name)}")
                 # Not where the group's decision is unknown: other ranks may have entered the
                 # phase. Going back could be as wrong as going on.
@@ -198,7 +201,7 @@ class PhaseStack:
                     _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*request.around, phase), request.kept
-        self._expire_keeps(plan)
+        self._expire_keeps(plan)  # the plan has taken them over, or not
         phase.name, phase.only = request.name, request.only
         phase.plan, phase.kept = plan, set()
         self._planner.history.began(request.name)
@@ -289,15 +292,15 @@ class PhaseStack:
         if vote is None or vote.agreed is None:
             return
         request, vote.agreed = vote.agreed, None
-        concluding = self.suspension.concluding(request)
-        with concluding, self.lock.attempt(raises_own=True), self.lock.transition():
+        suspending = self.suspension.suspending(request)
+        with suspending, self.lock.attempt(raises_own=True), self.lock.transition():
             self._leave_the_device(LeavingRanks(vote, f"suspend {request.epoch}"))
 
     def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
         """Take every handle off the device, outside every phase. Raises what failed, but not
         changes to offloaded handles: the worker's next phase raises those."""
         self._expire_keeps()
-        self.reconciler.take_back_engines(asks_all=True)
+        self.reconciler.take_back_restarted_engines(asks_all=True)
         plan = self.phases.all_offloaded()
         failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
         if failures:
@@ -520,7 +523,7 @@ class PhaseStack:
         if self._gone:
             self._forget_collected()
         if self.reconciler.has_engines:
-            self.reconciler.take_back_engines()
+            self.reconciler.take_back_restarted_engines()
         self._leave_abandoned()
         if self._journal.num_spans >= self._advisor.look_at:
             self._advisor.look()

@@ -564,7 +564,8 @@ def _install_on_calls(
     hooks: list[Any],
 ) -> None:
     """Have calls of the modules refused while the handle is off the device: by a hook that looks at
-    each call, or, where placement moves the bytes, by a guard that is on only meanwhile."""
+    each call, or, where placement moves the bytes, by a guard that is on only meanwhile.
+    `install_on_new` takes its listeners off again."""
     holding = handle.holding
     if holding is None:
         for module in modules:
@@ -580,7 +581,9 @@ def _install_on_calls(
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them,
-    else guard the methods themselves."""
+    else guard the methods themselves. A method of the object's own class has a guard besides,
+    because it may act before the hook. Guards of state dicts, copies and zeroing come in any
+    case."""
     fields = getattr(target, "__dict__", {})
     for name in (
         "_optimizer_step_pre_hooks",

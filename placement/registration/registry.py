@@ -231,7 +231,7 @@ class Registry:
             handle.storage = holding
             with torch.no_grad():
                 holding.adopt()
-                is_predictable = self._reserve_state(handle, holding, adapter)
+                is_predictable = self._reserve_and_measure_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(
                     handle, holding, adapter, self._streaming, is_predictable=is_predictable
@@ -281,9 +281,11 @@ class Registry:
             target, name=handle.name, compute_device=self._device.torch_device, external=external
         )
 
-    def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
-        """Reserve host memory for state to be created, which an offload must not lack. Returns
-        whether the size of all is known."""
+    def _reserve_and_measure_state(
+        self, handle: Handle, holding: ManagedStorage, adapter: Adapter
+    ) -> bool:
+        """Reserve host memory for state to be created, which an offload must not lack, and measure
+        what is unborn. Returns whether the size of all is known."""
         sizes = adapter.expected_sizes()
         num_ranges = 1
         if adapter.kind == "optimizer":

@@ -167,7 +167,7 @@ class StreamedOptimizer:
         assert handle is not None
         self.is_running = self._has_stepped = False
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
-            self._refuse(replaced_step(optimizer))
+            self._refuse_if_alive(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
             handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
             for wrapper in filter(_is_of_accelerate, self._adapter.objects()):
@@ -182,7 +182,7 @@ class StreamedOptimizer:
     ) -> Any:
         """Make one step of the user's, with its hooks. Returns the result of the closure; None
         without one."""
-        self._refuse(refusal_now(optimizer))
+        self._refuse_if_alive(refusal_now(optimizer))
         self.is_running = self._has_stepped = True
         try:
             step = torch.optim.Optimizer.profile_hook_step(self._between_hooks)
@@ -218,7 +218,7 @@ class StreamedOptimizer:
             optimizer._opt_called = True
         with torch.no_grad(), self._streaming.lock():
             if not self.is_wanted:
-                self._refuse(
+                self._refuse_if_alive(
                     "a closure or a hook of the step has left the phase. Nothing was stepped"
                 )
             began = time.monotonic()
@@ -258,7 +258,9 @@ class StreamedOptimizer:
         finally:
             chunk_pool.release()
 
-    def _refuse(self, reason: str | None) -> None:
+    def _refuse_if_alive(self, reason: str | None) -> None:
+        """Raise PhaseError with this reason; None is no reason. A step goes on once its handle is
+        gone."""
         handle = self._handle()
         if reason is not None and handle is not None:
             raise PhaseError(

@@ -123,8 +123,9 @@ class HandingBack:
     def _move_out(
         self, placed: list[_Placed], tensors: Iterable[torch.Tensor], *, reports: bool
     ) -> None:
-        """Give these storages, and those of these tensors that use them, ordinary memory. Empties
-        the list, which keeps them alive.
+        """Give these storages ordinary memory, the highest address first, and point those of these
+        tensors to it that use them. Empties the list, which keeps the storages alive: after an
+        error it has the rest.
         `reports`: whether `have_left` is called meanwhile."""
         aliases: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:

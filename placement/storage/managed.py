@@ -302,7 +302,7 @@ class ManagedStorage(Storage):
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.make_host_copies_own()
-        return self.state_dict_tensors.show(tensor) if self.is_on_host else None
+        return self.state_dict_tensors.lend_from_host(tensor) if self.is_on_host else None
 
     def make_host_copies_own(self) -> None:
         """Called before the host copy is shown to a caller who may write there."""
@@ -546,10 +546,10 @@ class ManagedStorage(Storage):
         self.adoption.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
-    def hide(self, r: Range, indices: Sequence[int]) -> bool:
+    def try_to_hide(self, r: Range, indices: Sequence[int]) -> bool:
         """Put the memory of leaving pages aside. Returns False, with no page moved, where tensors
         of a state dict were handed out meanwhile: they would read poison until `save_aside`, which
-        has to follow either way."""
+        has to follow either way. Readers of the host copy wait for it."""
         self.host_has_newest.clear()
         self.stage = Stage.HIDING
         # tensors that are handed out at this moment wait, too

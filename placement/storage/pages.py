@@ -387,7 +387,9 @@ class Pages:
             self.own_bytes += nbytes
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
-        """Put the memory of pages (ascending) behind other addresses than those where it is now."""
+        """Put the memory of pages (ascending) behind other addresses than those where it is now.
+        The caller has waited for copies of them. After an error of the mapping the memory is in
+        hand."""
         away = []
         for index in indices:
             page = self.table[index]

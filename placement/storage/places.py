@@ -42,8 +42,9 @@ class ObjectRanges:
         self._outlines: dict[str, Outline] = {}
         self._other_names: Mapping[str, str] = {}
         self.versions = Versions()
-        # whether values may be, though not gradients: tensors of a state dict share the counters
-        self.may_be_written = False
+        # Whether a state dict shows values, whose holder may write them: then the counter of a
+        # value proves no forbidden write. Gradients are never lent.
+        self.are_values_lent = False
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:
@@ -73,7 +74,7 @@ class ObjectRanges:
         """Take these version counters as those of the offload: later writes count as written while
         offloaded."""
         self.versions = versions
-        self.may_be_written = False
+        self.are_values_lent = False
 
     def note_more_versions(self, versions: Versions) -> None:
         """Add the counters of new storages. Counters noted earlier stay."""

@@ -248,8 +248,9 @@ class ReplicatedStorage(ManagedStorage):
 
     def _shared_range(self, adoptees: list[Adoptee]) -> SharedRange:
         """Make the shared range and write this rank's share. Every rank calls this at the same
-        time. Raises RegistrationError: the ranks do not have the same tensors, or are on several
-        machines."""
+        time, and meets the others three times: for the layout, the mapping and the share. Raises
+        RegistrationError: the ranks do not have the same tensors, are on several machines, or have
+        no all-gather on this device."""
         device = self.device
         shares = self._ranks.shares
         layout = RangeLayout(device, adoptees)

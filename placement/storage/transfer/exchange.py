@@ -485,7 +485,8 @@ class Exchange:
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
         """Put the memory that stays aside: of each range the first pages, as far as there is room
-        and none is wrong. Only then enqueue the copies of the other pages."""
+        and none is wrong. Only then enqueue the copies of the other pages. Every page has been
+        compared before. A range stays behind its own addresses where a state dict shows it."""
         leaving: list[tuple[Departure, Range, range]] = []
         for departure in departures:
             for r, comparison in departure.comparisons.items():
@@ -499,7 +500,7 @@ class Exchange:
                 ):
                     departure.aside_bytes -= sizes[num_staying]
                     num_staying += 1
-                if num_staying and not departure.holding.hide(r, range(num_staying)):
+                if num_staying and not departure.holding.try_to_hide(r, range(num_staying)):
                     num_staying = 0
                 leaving.append((departure, r, range(num_staying, len(sizes))))
         for departure, r, indices in leaving:

@@ -15,6 +15,11 @@ def mirror(storage: ManagedStorage) -> None:
     Nothing moves and no memory is given up, for a reader of the host copy (an asynchronous
     checkpoint). The next offload need not copy the same chunks again. Gradients are left out, and
     storages that are new since the last offload, because they have no place in the host copy yet.
+    A range that changed is shared with other ranks no longer. The manager's lock is held.
+
+    Raises:
+        HostMemoryError: there is no memory for a host copy of this rank's own. Nothing has changed
+            in that range.
     """
     # the host copy of a readonly object is always right
     if not storage.on_device or storage.readonly:

@@ -301,6 +301,9 @@ class StreamedStep:
         return lacking
 
     def _step(self, index: int, bucket: Bucket) -> None:
+        """Step one bucket once it has arrived, and begin to save what leaves with it. Its pages
+        count as newest on the device before the step, so that an interrupted one is found. State
+        that the step creates is taken in, too; without host memory it stays in torch's."""
         device = self.holding.device
         assert bucket.arrived is not None
         with device.after(bucket.arrived):
@@ -310,7 +313,7 @@ class StreamedStep:
             self.step(bucket.first, bucket.last)
             if bucket.unborn_bytes:
                 with without_modes():
-                    besides = {*self._before}
+                    besides = {*self._before}  # and what earlier buckets are still moving
                     for earlier in self._buckets[self._vacated : index]:
                         if earlier.fresh is not None:
                             moving_in = earlier.fresh.moving_in or ()

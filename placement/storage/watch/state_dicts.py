@@ -192,9 +192,11 @@ class StateDictTensors:
         return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, from_host: bool) -> torch.Tensor:
+        """A plain tensor, or a part of a wrapper, as a state dict shows it. It follows the handle
+        from now on. A tensor without a place stays in torch's own memory."""
         if not has_storage(tensor):
             return tensor
-        host = self.show(tensor) if from_host else None
+        host = self.lend_from_host(tensor) if from_host else None
         # a rank without a part of a sharded tensor names the same device as others
         if host is None and from_host and tensor.numel() == 0:
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
@@ -202,9 +204,10 @@ class StateDictTensors:
         self._tensors.add(shown)
         return shown
 
-    def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def lend_from_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, where its holder
-        may write from now on. None where it has no place."""
+        may write from now on: pages that were brought early are given up. None where it has no
+        place."""
         place = self.place_of(tensor)
         if place is None:
             return None
@@ -338,7 +341,7 @@ class StateDictTensors:
             if r.is_shown or any(0 <= offset < r.nbytes for offset in offsets):
                 r.note_shown()
         if self:
-            self._ranges.may_be_written = True
+            self._ranges.are_values_lent = True
 
     def came(self) -> None:
         """Show the device. Views may still write into the host copy, so the next offload copies

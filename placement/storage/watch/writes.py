@@ -136,7 +136,7 @@ class Watch:
         self._ranges.versions = self._scanner.versions
         names = []
         for r in self._ranges.all if written else ():
-            if r.transient or not self._ranges.may_be_written:
+            if r.transient or not self._ranges.are_values_lent:
                 names += [entry.name for entry in r.placed if entry.ref.cdata in written]
         return names
 
