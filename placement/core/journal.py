@@ -122,6 +122,7 @@ class Journal:
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self.phase = IDLE  # the phase for which time is being counted
         self._only: tuple[str, ...] | None = None
+        self.num_spans = 0  # the number of spans that have ended
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
@@ -203,6 +204,7 @@ class Journal:
         seconds = span.end_seconds - span.begin_seconds
         self._phase_seconds[span.phase] = self._phase_seconds.get(span.phase, 0.0) + seconds
         self._phase_spans.append(span)
+        self.num_spans += 1
         self.phase = phase
         self._phase_since = span.end_seconds
         self._only = only

@@ -3,32 +3,32 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE
 write-once decision:
 
-1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the
-  basis: the least budget.
-   Ranks whose plans may differ then compare what merely stays on their devices; what does not stay
-   on all of them leaves.
+1. propose: each rank writes its next action, and its budget. Rank 0 compares, and writes the basis:
+   the least budget. Ranks whose plans may differ then compare the handles that merely stay on their
+   devices. A handle that does not stay on all of them leaves.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and
-  equal.
+   equal.
 4. obey: each rank waits for the decision, and obeys it even if it claimed the opposite. A rank that
-  runs out of time claims ABORT.
-   Every rank raises the reasons of the decision; one that failed after it was made adds its own.
+   runs out of time claims ABORT. Every rank raises the reasons of the decision. A rank that failed
+   after it was made adds its own.
 
 Where engines move, a phase transition has up to three epochs: engines leave, the other handles
 move, engines load. A rank that has no engine to move takes part in all of them: the decision says
 which stage all ranks have reached, and whether engines are to be loaded.
 
 A rank that skipped a phase transition falls behind: the others give that epoch up at their
-deadline. When the late rank enters its next phase, it passes over what was given up for its sake,
-and proposes in the open epoch. It never passes over a committed epoch, because COMMIT takes all
-votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other rank.
+deadline. When the late rank enters its next phase, it passes over epochs that were given up for its
+sake, and proposes in the open epoch. It never passes over a committed epoch, because COMMIT takes
+all votes. Inside a phase that all ranks have entered a late rank obeys the ABORT like every other
+rank.
 
-Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at a time and
-is woken by either. A basis that holds a budget proves that all ranks have left every earlier epoch.
-Only then are the keys of earlier epochs deleted, because a stopped rank may come back and ask for
-the decision.
+A rank that ends an epoch writes the basis after the decision. So ranks wait for one key at a time,
+and either key wakes them. A basis that holds a budget proves that all ranks have left every earlier
+epoch. Only then are the keys of earlier epochs deleted, because a stopped rank may come back and
+ask for the decision.
 
-A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must
+A rank that cannot read the decision keeps its prepared move and raises CoordinatorLost: it must
 neither enter nor go back. A rank that is interrupted after its vote goes back alone; if the
 decision was COMMIT, it ends the next epoch. A restarted process finds its rank's place taken, ends
 the open epoch, and stays outside. The protocol's models are tests/model/barrier.pml, and stages.pml
@@ -60,7 +60,7 @@ MAX_BYTES = 1 << 20  # the longest message
 _MAX_TEXT, _ALL_TEXTS = 2_000, 100_000
 """The most characters of one reason, and of all reasons in one message: thousands of ranks may fail
 at once."""
-# pause between two looks at what all ranks write: the first pause, and the longest
+# pause between two looks at the values of all ranks: the first pause, and the longest
 _POLL_SECONDS = (0.0005, 0.05)
 _ANOTHER_PLAN = "has another plan"
 _ABOUT_PLANS = (
@@ -106,10 +106,13 @@ class Board(abc.ABC):
 
     def present(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values of those keys that have one. Does not wait."""
-        if (found := self.look(keys)) is not None:
-            return dict(zip(keys, found, strict=True))
+        values = self.look(keys)
+        if values is not None:
+            return dict(zip(keys, values, strict=True))
         middle = len(keys) // 2
-        return {} if not middle else self.present(keys[:middle]) | self.present(keys[middle:])
+        if not middle:
+            return {}
+        return self.present(keys[:middle]) | self.present(keys[middle:])
 
     @abc.abstractmethod
     def wait(self, key: str, seconds: float) -> bytes | None:
@@ -117,10 +120,10 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Delete keys that nobody reads any more. A missing key is no error."""
+        """Delete keys that no rank reads any more. A missing key is no error."""
 
 
-# --- messages: small JSON with a closed schema; nothing received is executed
+# --- messages: small JSON with a closed schema. No part of a message is executed.
 
 
 class Message(BaseModel):
@@ -175,7 +178,7 @@ class Decision(Message):
     # COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks.
     lacks_engines: bool = False
     failures: dict[int, str] = Field(default_factory=dict)
-    is_late: bool = False  # whether the others have waited for the failed ranks in vain
+    is_late: bool = False  # whether the other ranks have waited for the failed ones in vain
 
 
 _M = TypeVar("_M", bound=Message)
@@ -197,20 +200,23 @@ def decode(kind: type[_M], value: bytes) -> _M:
 def abort(failures: Mapping[int, str], *, is_late: bool = False) -> Decision:
     """A decision that ends an epoch. Where many ranks have failed, their reasons are cut short."""
     limit = min(_MAX_TEXT, _ALL_TEXTS // max(len(failures), 1))
-    kept = {rank: shortened(reason, limit) for rank, reason in failures.items()}
-    return Decision(verdict="abort", failures=kept, is_late=is_late)
+    reasons = {rank: shortened(reason, limit) for rank, reason in failures.items()}
+    return Decision(verdict="abort", failures=reasons, is_late=is_late)
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:
     """Cut a text, and replace unprintable characters: an exception's text may be long, or hold a
     file name that is not Unicode."""
-    clean = "".join(
-        char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit]
-    )
-    return clean if len(text) <= limit else f"{clean[:-1]}…"
+    letters = [
+        letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text[:limit]
+    ]
+    if len(text) > limit:
+        letters[-1] = "…"
+    return "".join(letters)
 
 
 def digest_of(plan: Plan) -> str:
+    """A text that is the same for equal plans."""
     targets: Mapping[str, object] = plan.targets
     lines = [f"{name}={state}" for name, state in sorted(targets.items())]
     lines += [f"streamed={sorted(plan.streamed)}", f"dropped={sorted(plan.dropped)}"]
@@ -247,12 +253,10 @@ class Group:
         generation: int = 0,
     ) -> None:
         check_place(rank, world_size, deadline_seconds)
-        self.rank, self.world_size, self.deadline_seconds, self.generation = (
-            rank,
-            world_size,
-            deadline_seconds,
-            generation,
-        )
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline_seconds = deadline_seconds
+        self.generation = generation
         self._board = board
         self._prefix = f"placement/g{generation}"
         self.epoch = 0  # the number of the next change
@@ -264,10 +268,10 @@ class Group:
         self.whereabouts = ""
         """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests
         differ compare their plans."""
-        # whether the ranks compare what stays on their devices before they move, in the present
-        # change
+        # whether the ranks compare the handles that stay on their devices before they move, in the
+        # present change
         self.compares_plans = False
-        # what this rank is asked for, of which the next proposal tells the other ranks
+        # the suspension that this rank is asked for, of which the next proposal tells the others
         self.suspension: SuspensionRequest | None = None
         self.last_suspension = 0  # the epoch of the last one, before a proposal and after it
         # the keys on the board that this rank has to delete, each with its epoch
@@ -278,11 +282,12 @@ class Group:
     def _join(self) -> None:
         """Take this rank's place. A restarted process finds it taken, and ends the epoch that its
         predecessor is missing in."""
-        mine = secrets.token_hex(8).encode()
-        if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
+        token = secrets.token_hex(8).encode()
+        if self._board.claim(f"{self._prefix}/member/{self.rank}", token) == token:
             return
-        at = self._board.present([f"{self._prefix}/at/{rank}" for rank in range(self.world_size)])
-        self.epoch = max(map(int, at.values()), default=0)
+        keys = [f"{self._prefix}/at/{rank}" for rank in range(self.world_size)]
+        epochs = self._board.present(keys)
+        self.epoch = max(map(int, epochs.values()), default=0)
         own = abort({self.rank: _RESTARTED})
         while self._claim(own) != own:
             self.epoch += 1  # that epoch was decided without this rank; try to end the next one
@@ -292,10 +297,10 @@ class Group:
         )
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> Basis:
-        """Begin a change. Returns what all ranks base their plans on.
+        """Begin a change. Returns the basis of the plans of all ranks.
 
-        With `catches_up` it passes over epochs that the others gave up because this rank did not
-        come.
+        With `catches_up` it passes over epochs that the other ranks gave up because this one did
+        not come.
 
         Raises:
             GroupError: another rank does something else, failed, or did not come in time.
@@ -319,17 +324,16 @@ class Group:
                 self._put("proposal", own.encode())
                 if self.rank == 0:
                     self._compare_proposals(deadline)
-                found = self._awaited(Basis, "proposal", deadline)
-                if isinstance(found, Basis) and not found.is_over:
+                answer = self._awaited(Basis, "proposal", deadline)
+                if isinstance(answer, Decision):
+                    decision = answer
+                elif answer.is_over:
+                    decision = self._claim(abort({self.rank: "found the epoch over"}))
+                else:
                     self._forget_earlier()
-                    self.compares_plans = found.compares_plans
-                    self.last_suspension = found.last_suspension
-                    return found
-                decision = (
-                    found
-                    if isinstance(found, Decision)
-                    else self._claim(abort({self.rank: "found the epoch over"}))
-                )
+                    self.compares_plans = answer.compares_plans
+                    self.last_suspension = answer.last_suspension
+                    return answer
                 if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
                 logger.warning(
@@ -339,23 +343,34 @@ class Group:
                 )
                 self._enter_next_epoch()
 
-    def exchange_texts(self, what: str, text: str, ranks: Sequence[int] | None = None) -> list[str]:
-        """Exchange texts of at most 1 MiB about `what`, after `propose` and before `agree`. Returns
-        those of these ranks in their order; None: of all ranks.
+    def exchange_texts(
+        self,
+        topic: str,
+        text: str,
+        ranks: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Exchange texts of at most 1 MiB about a topic, after `propose` and before `agree`.
+        Returns those of these ranks in their order; None: of all ranks.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
             CoordinatorLost: the board does not answer.
         """
-        with self._reaching_the_board(what):
+        with self._reaching_the_board(topic):
             deadline = time.monotonic() + self.deadline_seconds
-            self._put(what, text.encode())
-            if isinstance(found := self._of_all(what, deadline, ranks), Decision):
-                raise self._end(found)
-            return [each.decode() for each in found]
+            self._put(topic, text.encode())
+            values = self._of_all(topic, deadline, ranks)
+            if isinstance(values, Decision):
+                raise self._end(values)
+            return [value.decode() for value in values]
 
-    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
-        """Vote after everything is prepared, and wait for the decision.
+    def agree(
+        self,
+        plan: Plan,
+        stage: Stage = "moved",
+        lacks_engines: bool = False,
+    ) -> Decision:
+        """Vote after the move is prepared, and wait for the decision.
 
         `stage` says how far this rank has come, `lacks_engines` whether it has engines to load once
         all have moved. Returns the decision COMMIT, with the stage that all ranks have reached,
@@ -364,15 +379,13 @@ class Group:
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go
                 back.
-            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and
-                enter nothing.
+            CoordinatorLost: the decision cannot be read. The caller must keep its prepared move and
+                enter no phase.
         """
         with self._reaching_the_board("agree", in_doubt=True):
             deadline = time.monotonic() + self.deadline_seconds
-            self._put(
-                "vote",
-                Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines).encode(),
-            )
+            vote = Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines)
+            self._put("vote", vote.encode())
             if self.rank == 0:
                 self._count_votes(deadline)
             decision = self._awaited(Decision, "vote", deadline)
@@ -385,8 +398,8 @@ class Group:
     def abort(
         self, error: BaseException, *, blames: Mapping[int, str] | None = None
     ) -> GroupError | None:
-        """End the epoch for all ranks, because this rank cannot do its part. Not for errors that
-        this group raised: every rank has those.
+        """End the epoch for all ranks, because this rank cannot do its part. Not called for errors
+        that this group raised: every rank has those.
 
         Args:
             blames: the failed ranks with reasons, where the failure is another rank's.
@@ -394,7 +407,7 @@ class Group:
         Returns the error that this rank raises; None when it is in doubt.
 
         Raises:
-            CoordinatorLost: the board does not answer. The others notice at their deadline.
+            CoordinatorLost: the board does not answer. The other ranks notice at their deadline.
         """
         if self.is_in_doubt:
             return None
@@ -409,7 +422,8 @@ class Group:
                 self._enter_next_epoch()
 
     def note_resumed(self, suspension: int) -> None:
-        """Let all ranks know that a suspension is over. Raises CoordinatorLost: they cannot."""
+        """Tell all ranks that a suspension is over. Raises CoordinatorLost: the board does not
+        answer."""
         key = f"{self._prefix}/resumed/{suspension}"
         try:
             self._board.claim(key, b"-")
@@ -419,7 +433,7 @@ class Group:
 
     def is_resumed(self, suspension: int) -> bool:
         """Whether a rank has noted that a suspension is over. Does not wait. Raises
-        CoordinatorLost: that cannot be known any more."""
+        CoordinatorLost: the board does not answer."""
         try:
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
         except BoardLost as error:
@@ -427,102 +441,127 @@ class Group:
 
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
-        if (proposals := self._messages(Proposal, "proposal", deadline)) is None:
+        proposals = self._messages(Proposal, "proposal", deadline)
+        if proposals is None:
             return
-        action = proposals[0].action
-        if others := {
-            rank: (f"is about to {each.action}")
-            for rank, each in enumerate(proposals)
-            if each.action != action
-        }:
-            self._claim(abort({0: f"is about to {action}", **others}))
+        actions = {rank: f"is about to {own.action}" for rank, own in enumerate(proposals)}
+        different = {rank: text for rank, text in actions.items() if text != actions[0]}
+        if different:
+            self._claim(abort({0: actions[0], **different}))
             return
-        least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-        may_differ = len({each.whereabouts for each in proposals}) > 1 or any(
-            each.plans_may_differ for each in proposals
-        )
-        last = max(each.last_suspension for each in proposals)
-        wanted = [each.suspension for each in proposals if each.suspension is not None]
-        # a rank that was restarted asks for an old one. It asks again.
-        newer = [request for request in wanted if (request.epoch or 0) > last]
+        poorest = min(range(self.world_size), key=lambda rank: proposals[rank].budget_bytes)
+        last = max(proposal.last_suspension for proposal in proposals)
+        newest: SuspensionRequest | None = None
+        newest_epoch = last  # a rank that was restarted asks for an older one. It asks again.
+        for proposal in proposals:
+            request = proposal.suspension
+            if request is not None and (request.epoch or 0) > newest_epoch:
+                newest = request
+                newest_epoch = request.epoch or 0
         basis = Basis(
-            budget_bytes=least_bytes,
-            budget_rank=whose,
-            compares_plans=may_differ,
-            suspension=max(newer, key=lambda request: request.epoch or 0, default=None),
+            budget_bytes=proposals[poorest].budget_bytes,
+            budget_rank=poorest,
+            compares_plans=(
+                len({proposal.whereabouts for proposal in proposals}) > 1
+                or any(proposal.plans_may_differ for proposal in proposals)
+            ),
+            suspension=newest,
             last_suspension=last,
         )
         self._board.claim(self._key("basis"), basis.encode())
 
     def _count_votes(self, deadline: float) -> None:
         """Rank 0's part of `agree`."""
-        if (votes := self._messages(Vote, "vote", deadline)) is None:
+        votes = self._messages(Vote, "vote", deadline)
+        if votes is None:
             return
-        different = {
-            rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != votes[0].digest
-        }
+        different = [rank for rank, vote in enumerate(votes) if vote.digest != votes[0].digest]
         stage = min((vote.stage for vote in votes), key=_STAGES.index)
-        commit = Decision(
-            verdict="commit", stage=stage, lacks_engines=any(vote.lacks_engines for vote in votes)
-        )
-        self._claim(abort(different) if different else commit)
+        lacks_engines = any(vote.lacks_engines for vote in votes)
+        decision = Decision(verdict="commit", stage=stage, lacks_engines=lacks_engines)
+        if different:
+            decision = abort(dict.fromkeys(different, _ANOTHER_PLAN))
+        self._claim(decision)
 
-    def _messages(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
+    def _messages(
+        self,
+        kind: type[_M],
+        topic: str,
+        deadline: float,
+    ) -> list[_M] | None:
         """The messages of all ranks; None once the epoch has been decided without them."""
-        if isinstance(found := self._of_all(what, deadline), Decision):
+        values = self._of_all(topic, deadline)
+        if isinstance(values, Decision):
             return None
-        said: list[_M] = []
-        for rank, value in enumerate(found):
+        messages: list[_M] = []
+        for rank, value in enumerate(values):
             try:
-                said.append(decode(kind, value))
+                messages.append(decode(kind, value))
             except ValueError as error:
                 self._claim(abort({rank: f"is not understood: {error}"}))
                 return None
-        return said
+        return messages
 
     def _of_all(
-        self, what: str, deadline: float, ranks: Sequence[int] | None = None
+        self, topic: str, deadline: float, ranks: Sequence[int] | None = None
     ) -> list[bytes] | Decision:
         """The values of these ranks; the decision if the epoch has been decided, which this rank
         does itself at the deadline."""
-        keys, decision = [*self._keys_of(what, ranks).values()], [self._key("decision")]
+        keys = [*self._keys_of(topic, ranks).values()]
+        decision = [self._key("decision")]
         for _ in interrupts.looks(deadline - time.monotonic(), *_POLL_SECONDS):
-            if (found := self._board.look(keys)) is not None:
-                return found
+            values = self._board.look(keys)
+            if values is not None:
+                return values
             if self._board.look(decision) is not None:
                 break
-        return self._give_up(what, self._missing(what, ranks))
+        return self._give_up(topic, self._missing(topic, ranks))
 
-    def _awaited(self, kind: type[_M], what: str, deadline: float) -> _M | Decision:
-        """The message that rank 0 writes once all ranks have written `what`. At the deadline this
-        rank ends the epoch: the decision."""
-        key, missing = self._key(kind.__name__.lower()), []
-        found = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
-        # the last rank has just written, and rank 0 is about to answer
-        if found is None and not (missing := self._missing(what)):
-            found = self._board.wait(key, min(0.1 * self.deadline_seconds, 1.0))
-        return self._give_up(what, missing) if found is None else decode(kind, found)
+    def _awaited(self, kind: type[_M], topic: str, deadline: float) -> _M | Decision:
+        """The message that rank 0 writes once all ranks have written about the topic. At the
+        deadline this rank ends the epoch: the decision."""
+        key = self._key(kind.__name__.lower())
+        missing: list[int] = []
+        value = self._board.wait(key, max(deadline - time.monotonic(), 0.0))
+        if value is None:
+            missing = self._missing(topic)
+        if value is None and not missing:
+            # the last rank has just written, and rank 0 is about to answer
+            value = self._board.wait(key, min(0.1 * self.deadline_seconds, 1.0))
+        return self._give_up(topic, missing) if value is None else decode(kind, value)
 
-    def _give_up(self, what: str, missing: list[int]) -> Decision:
-        """End the epoch at the deadline. Blames the ranks that have not written `what`; if all
-        have, rank 0."""
-        said = f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"
-        return self._claim(abort(dict.fromkeys(missing or [0], said), is_late=True))
+    def _give_up(self, topic: str, missing: list[int]) -> Decision:
+        """End the epoch at the deadline. Blames the ranks that have not written; if all have,
+        rank 0."""
+        reason = f"no {topic if missing else 'answer'} within {self.deadline_seconds:g} s"
+        return self._claim(abort(dict.fromkeys(missing or [0], reason), is_late=True))
 
-    def _missing(self, what: str, ranks: Sequence[int] | None = None) -> list[int]:
-        keys = self._keys_of(what, ranks)
-        found = self._board.present([*keys.values()])
-        return [rank for rank, key in keys.items() if key not in found]
+    def _missing(
+        self,
+        topic: str,
+        ranks: Sequence[int] | None = None,
+    ) -> list[int]:
+        """The ranks that have not written about a topic."""
+        keys = self._keys_of(topic, ranks)
+        values = self._board.present([*keys.values()])
+        return [rank for rank, key in keys.items() if key not in values]
 
     # --- the end of an epoch
 
     def _claim(self, decision: Decision) -> Decision:
-        stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
-        if stands.verdict == "abort":  # for ranks that wait for the basis
-            self._board.claim(self._key("basis"), Basis(budget_bytes=0, is_over=True).encode())
-        return stands
+        """Claim a decision about the epoch. Returns the decision that holds."""
+        value = self._board.claim(self._key("decision"), decision.encode())
+        claimed = decode(Decision, value)
+        if claimed.verdict == "abort":  # for ranks that wait for the basis
+            basis = Basis(budget_bytes=0, is_over=True)
+            self._board.claim(self._key("basis"), basis.encode())
+        return claimed
 
-    def _end(self, decision: Decision, own: Mapping[int, str] = MappingProxyType({})) -> GroupError:
+    def _end(
+        self,
+        decision: Decision,
+        own: Mapping[int, str] = MappingProxyType({}),
+    ) -> GroupError:
         """Leave an epoch that ended with ABORT. Returns the error that this rank raises, with its
         `own` reason if it has failed, too."""
         if decision.verdict == "commit":
@@ -535,12 +574,11 @@ class Group:
         self.plans_may_differ = True
         self._enter_next_epoch()
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        advice = (
-            (f". A phase can only succeed again when you {_REJOIN}")
-            if _RESTARTED in failures.values()
-            else ""
-        )
-        advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
+        advice = ""
+        if _RESTARTED in failures.values():
+            advice = f". A phase can only succeed again when you {_REJOIN}"
+        if _ANOTHER_PLAN in failures.values():
+            advice += _ABOUT_PLANS
         return GroupError(
             f"the ranks did not change phase together, so all went back: {reasons}{advice}",
             failures,
@@ -548,50 +586,59 @@ class Group:
 
     def _enter_next_epoch(self) -> None:
         # Written first: until then an interrupt belongs to the epoch that this rank has not left
-        # yet. a decision that was read is obeyed; only a process that replaces this one reads this
-        # key
+        # yet. A lost board is no error: only a process that replaces this one reads the key.
         with suppress(BoardLost):
             self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
         if self.rank == 0:
-            self._keys += [(self.epoch, self._key(what)) for what in ("basis", "decision")]
+            for name in ("basis", "decision"):
+                self._keys.append((self.epoch, self._key(name)))
         self.epoch += 1
 
     def _forget_earlier(self) -> None:
         """Delete this rank's keys of the epochs before this one, which all ranks have reached."""
-        if old := [key for epoch, key in self._keys if epoch < self.epoch]:
-            self._board.remove(old)
-        self._keys = [each for each in self._keys if each[0] == self.epoch]
+        old_keys = [key for epoch, key in self._keys if epoch < self.epoch]
+        if old_keys:
+            self._board.remove(old_keys)
+        self._keys = [(epoch, key) for epoch, key in self._keys if epoch == self.epoch]
 
     # --- the board
 
-    def _put(self, what: str, value: bytes) -> None:
-        key = f"{self._key(what)}/{self.rank}"
+    def _put(self, topic: str, value: bytes) -> None:
+        key = f"{self._key(topic)}/{self.rank}"
         self._keys.append((self.epoch, key))
         self._board.put(key, value)
 
-    def _key(self, what: str) -> str:
-        return f"{self._prefix}/e{self.epoch}/{what}"
+    def _key(self, topic: str) -> str:
+        return f"{self._prefix}/e{self.epoch}/{topic}"
 
-    def _keys_of(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        return {
-            rank: f"{self._key(what)}/{rank}"
-            for rank in (range(self.world_size) if ranks is None else ranks)
-        }
+    def _keys_of(
+        self,
+        topic: str,
+        ranks: Sequence[int] | None = None,
+    ) -> dict[int, str]:
+        """The keys under which these ranks write about a topic; None: all ranks."""
+        if ranks is None:
+            ranks = range(self.world_size)
+        return {rank: f"{self._key(topic)}/{rank}" for rank in ranks}
 
     @contextmanager
-    def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:
+    def _reaching_the_board(
+        self,
+        step: str,
+        *,
+        in_doubt: bool = False,
+    ) -> Iterator[None]:
+        """Raise CoordinatorLost where the board is lost in the body."""
         try:
             yield
         except (BoardLost, ValueError) as error:
             self.is_in_doubt = True
-            kept = (
-                ("the prepared move is kept, and no phase was entered")
-                if in_doubt
-                else "nothing was entered"
-            )
+            outcome = "nothing was entered"
+            if in_doubt:
+                outcome = "the prepared move is kept, and no phase was entered"
             raise CoordinatorLost(
-                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; "
-                f"{kept}. To go on, {_REJOIN}"
+                f"rank {self.rank} cannot reach the group ({step}, epoch {self.epoch}): {error}; "
+                f"{outcome}. To go on, {_REJOIN}"
             ) from error
 
 

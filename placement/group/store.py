@@ -38,9 +38,9 @@ class StoreBoard(Board):
     ) -> None:
         self._calls = BoundedCalls("placement-store", answer_seconds)
         self._longest_pause = 1 / looks_per_second
-        self._given = self._store = store
-        """Held because a serving TCPStore stops its server when it dies, and the new connection
-        does not keep it alive."""
+        self._server = self._store = store
+        """A reference, because a serving TCPStore stops its server when it dies, and the new
+        connection does not keep it alive."""
         self._store = self._reach(store.clone)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: bytes) -> None:
@@ -49,23 +49,24 @@ class StoreBoard(Board):
     def claim(self, key: str, value: bytes) -> bytes:
         # torch writes only if the key is missing when the expected value is empty, and returns the
         # key's value afterwards.
-        return self._reach(lambda: bytes(self._store.compare_set(key, "", value.decode())))
+        text = value.decode()
+        return self._reach(lambda: bytes(self._store.compare_set(key, "", text)))
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self._reach(
-            lambda: (
-                [bytes(value) for value in self._store.multi_get(list(keys))]
-                if self._store.check(list(keys))
-                else None
-            )
-        )
+        def read() -> list[bytes] | None:
+            if not self._store.check(list(keys)):
+                return None
+            return [bytes(value) for value in self._store.multi_get(list(keys))]
+
+        return self._reach(read)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it
         # ends only when the store answers.
         for _ in interrupts.looks(seconds, _FIRST_PAUSE_SECONDS, self._longest_pause):
-            if (found := self.look([key])) is not None:
-                return found[0]
+            values = self.look([key])
+            if values is not None:
+                return values[0]
         return None
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -89,6 +90,15 @@ class StoreGroup(Group):
             after init_process_group, or your own. No other library may write `placement/...` keys
             to it.
         rank, world_size, deadline_seconds, generation: see `Group`.
+
+    Raises:
+        GroupError, CoordinatorLost, ValueError: see `Group`.
+
+    Example:
+        ::
+
+            group = StoreGroup(store, rank, world_size, deadline_seconds=300)
+            manager = placement.Manager(group=group)
     """
 
     def __init__(
@@ -115,7 +125,11 @@ class StoreGroup(Group):
         )
 
 
-def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECONDS) -> StoreGroup:
+def from_environment(
+    name: str = "",
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> StoreGroup:
     """The group of a torchrun job: its ranks and its store, with its restart count as generation.
 
     Args:
@@ -123,17 +137,23 @@ def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECON
         deadline_seconds: see `Group`.
 
     Raises:
-        ValueError: torchrun's variables are not set.
+        ValueError: torchrun's variables are not set, or no store is at their address.
         CoordinatorLost: the store does not answer.
+
+    Example:
+        ::
+
+            manager = placement.Manager(group=placement.group.from_environment())
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [each for each in names if not os.environ.get(each)]
+    missing = [variable for variable in names if not os.environ.get(variable)]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store "
             "of your own"
         )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=deadline_seconds)
     # torchrun's agent usually serves the store on that port. Else rank 0 serves it here, or already
     # does since init_process_group.
@@ -147,5 +167,5 @@ def from_environment(name: str = "", *, deadline_seconds: float = DEADLINE_SECON
             f"{error}"
         ) from error
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    named = PrefixStore(name, store) if name else store
-    return StoreGroup(named, rank, world_size, deadline_seconds, generation=generation)
+    named_store = PrefixStore(name, store) if name else store
+    return StoreGroup(named_store, rank, world_size, deadline_seconds, generation=generation)

@@ -1,5 +1,5 @@
-"""Turns: one manager at a time has a GPU, from the entry of its outermost phase until everything
-has left the device.
+"""Turns: one manager at a time has a GPU, from the entry of its outermost phase until all of its
+handles have left the device.
 
 A turn is a lock on a file that is named after the GPU. The kernel ends it with the process that has
 it. A manager that waits has a second file locked, `.next`: so one that has just left does not
@@ -42,7 +42,8 @@ class Turn:
     Raises PlacementError: the folder cannot be made, or the default one is another user's."""
 
     def __init__(self, gpu: str, folder: str, deadline_seconds: float) -> None:
-        self.gpu, self.deadline_seconds = gpu, deadline_seconds
+        self.gpu = gpu
+        self.deadline_seconds = deadline_seconds
         self._longest_seconds = deadline_seconds
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -58,14 +59,15 @@ class Turn:
         # not of a thread: `Manager.enter` and `Manager.leave` may be called in two
         self._lock = FileLock(f"{path}.turn", thread_local=False)
         self._next = FileLock(f"{path}.next", thread_local=False)
-        self._holder_file = Path(f"{path}.holder")  # who has the turn, as a sentence for messages
+        # the process that has the turn, as a sentence for messages
+        self._holder_file = Path(f"{path}.holder")
 
     @property
     def is_held(self) -> bool:
         return self._lock.is_locked
 
     def give_up_before(self, group: Group) -> None:
-        """Wait less than the other ranks of a group do, so that they hear why."""
+        """Wait less than the other ranks of a group do, so that they hear the reason."""
         self.deadline_seconds = min(self._longest_seconds, 0.9 * group.deadline_seconds)
 
     def take(self, phase: str) -> None:
@@ -74,7 +76,8 @@ class Turn:
         locked."""
         if self.is_held:
             return
-        began, is_logged = time.monotonic(), False
+        began = time.monotonic()
+        is_logged = False
         try:
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
                 if _try_lock(self._next) and _try_lock(self._lock):
@@ -83,8 +86,10 @@ class Turn:
                         self._holder_file.write_text(own)
                     return
                 if not is_logged and time.monotonic() - began > _QUIET_SECONDS:
-                    is_logged, holder = True, self._holder()
-                    logger.info("phase %s waits for its turn on %s: %s", phase, self.gpu, holder)
+                    is_logged = True
+                    logger.info(
+                        "phase %s waits for its turn on %s: %s", phase, self.gpu, self._holder()
+                    )
         except OSError as error:
             raise PlacementError(f"turns: cannot lock {self._lock.lock_file}: {error}") from error
         finally:

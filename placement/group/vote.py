@@ -16,7 +16,7 @@ from placement.core.states import Plan
 from placement.group.protocol import Basis, Decision, Group, Stage
 
 # the attribute of an exception that the group knows: `{key of a group's vote: epochs used by then}`
-_TOLD = "_placement_told"
+_KNOWN_TO = "_placement_told"
 Agree = Callable[[Plan, Stage, bool], Decision]  # asks the other ranks to agree, see `Group.agree`
 
 _ALL_HAVE_LEFT = Plan({})
@@ -49,7 +49,7 @@ class _Epoch:
 
 class GroupVote:
     """The phase transitions of one manager as its group sees them. Each uses one epoch on every
-    rank, whatever its outcome."""
+    rank, also where it fails."""
 
     def __init__(self, group: Group) -> None:
         if getattr(group, "propose", None) is None:
@@ -87,9 +87,8 @@ class GroupVote:
         inside.
         `catches_up`: the first phase is entered. `error`: the exception with which a phase is left,
         if any."""
-        self._epoch = _Epoch(
-            catches_up=catches_up, is_over=error is not None and self._is_told(error)
-        )
+        is_over = error is not None and self._is_known(error)
+        self._epoch = _Epoch(catches_up=catches_up, is_over=is_over)
         try:
             yield
         finally:
@@ -102,17 +101,17 @@ class GroupVote:
         ask_whereabouts: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Basis:
         """Propose an entry or a switch before its plan is made, or a further step of it after the
-        one before was agreed. Returns what all ranks base their plans on.
-        `ask_whereabouts`: returns the bytes of each handle and where they are; None: as told the
-        last time."""
+        one before was agreed. Returns the basis of the plans of all ranks.
+        `ask_whereabouts`: returns the bytes of each handle and where they are; None: as in the last
+        proposal."""
         if ask_whereabouts is not None:
-            self.group.whereabouts = hashlib.sha256(
-                json.dumps(ask_whereabouts(), sort_keys=True).encode()
-            ).hexdigest()
+            text = json.dumps(ask_whereabouts(), sort_keys=True)
+            self.group.whereabouts = hashlib.sha256(text.encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             epoch = self._current
-            catches_up, epoch.catches_up = epoch.catches_up, False
+            catches_up = epoch.catches_up
+            epoch.catches_up = False
             return self.group.propose(action, ask_budget(), catches_up=catches_up)
 
     def in_common(
@@ -121,15 +120,16 @@ class GroupVote:
         """The handles that stay on every rank's device, and those that any rank streams.
         `staying`: those that merely stay on this rank's device, an engine once for each of its
         tags; a handle without tags has ""."""
+        staying_everywhere = {*staying}
+        streamed_anywhere = {*streamed}
+        own_text = json.dumps([sorted(staying_everywhere), sorted(streamed_anywhere)])
         with self._hearing():
-            told = self.group.exchange_texts(
-                "plan", json.dumps([sorted(staying), sorted(streamed)])
-            )
-        plans = [json.loads(each) for each in told]
-        stays = frozenset.intersection(
-            *(frozenset((name, tag) for name, tag in staying) for staying, _ in plans)
-        )
-        return stays, frozenset().union(*(streamed for _, streamed in plans))
+            texts = self.group.exchange_texts("plan", own_text)
+        for text in texts:
+            staying_on_rank, streamed_by_rank = json.loads(text)
+            staying_everywhere &= {(name, tag) for name, tag in staying_on_rank}
+            streamed_anywhere.update(streamed_by_rank)
+        return frozenset(staying_everywhere), frozenset(streamed_anywhere)
 
     def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Decision:
         """Ask the other ranks to agree, after every move is made and while each can still be
@@ -149,7 +149,7 @@ class GroupVote:
         it has ended. Returns the error to raise in place of `error`; None to raise `error`
         itself."""
         epoch = self._current
-        if self._is_told(error) or epoch.has_left or isinstance(error, Suspended):
+        if self._is_known(error) or epoch.has_left or isinstance(error, Suspended):
             return None
         if epoch.is_over:
             self._mark(error)
@@ -157,16 +157,16 @@ class GroupVote:
         self._epochs_used += 1
         self._mark(error)
         blames = error.blames if isinstance(error, OtherBudgetError) else None
-        told = None
+        group_error = None
         try:
-            told = self.group.abort(error, blames=blames)
+            group_error = self.group.abort(error, blames=blames)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
         epoch.is_over = True
-        if told is not None:
-            self._mark(told)
-        return told if isinstance(error, Exception) else None
+        if group_error is not None:
+            self._mark(group_error)
+        return group_error if isinstance(error, Exception) else None
 
     def left(
         self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None
@@ -180,24 +180,26 @@ class GroupVote:
             else:
                 basis = self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.group.compares_plans else plan)
-                self._current.has_left, self.agreed = True, basis.suspension
-        except (GroupError, CoordinatorLost) as told:
-            return [*failures, told]
+                self._current.has_left = True
+                self.agreed = basis.suspension
+        except (GroupError, CoordinatorLost) as group_error:
+            return [*failures, group_error]
         return failures
 
     def abandoned(self, name: str) -> None:
         """Report that a phase was dropped while open, so that the other ranks do not wait for this
         one."""
         # the report takes an epoch of its own, even during another phase transition
-        epoch, self._epoch = self._epoch, None
+        epoch = self._epoch
+        self._epoch = None
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"))
         finally:
             self._epoch = epoch
 
-    def heard(self, told: GroupError | CoordinatorLost) -> None:
+    def heard(self, error: GroupError | CoordinatorLost) -> None:
         """Note that the group raised this error: the epoch has ended, and all ranks know it."""
-        self._mark(told)
+        self._mark(error)
         self._current.is_over = True
 
     @property
@@ -210,18 +212,20 @@ class GroupVote:
         and CoordinatorLost."""
         try:
             yield
-        except (GroupError, CoordinatorLost) as told:
-            self.heard(told)
+        except (GroupError, CoordinatorLost) as error:
+            self.heard(error)
             raise
 
-    def _is_told(self, error: BaseException) -> bool:
-        """Whether the other ranks know this exception. It ends one epoch, however many phases it
+    def _is_known(self, error: BaseException) -> bool:
+        """Whether the other ranks know this exception, which ends one epoch in all phases that it
         passes through. The knowledge expires, because a future that is asked twice raises the same
-        object later; and it is each group's, because it may pass through several managers'
+        object later. It is noted by group, because an exception may pass through several managers'
         phases."""
-        return bool(vars(error).get(_TOLD, {}).get(self._key) == self._epochs_used)
+        epochs = vars(error).get(_KNOWN_TO, {})
+        return bool(epochs.get(self._key) == self._epochs_used)
 
     def _mark(self, error: BaseException) -> None:
-        # The exception holds the note: a table here would keep its frames and the model alive. A
+        """Note that the other ranks know this exception."""
+        # The exception has the note: a table here would keep its frames and the model alive. A
         # frozen exception refuses setattr.
-        vars(error).setdefault(_TOLD, {})[self._key] = self._epochs_used
+        vars(error).setdefault(_KNOWN_TO, {})[self._key] = self._epochs_used

@@ -1,9 +1,9 @@
 """Prometheus metrics from one immutable `Snapshot`.
 
-This is a custom collector, not metric objects that are set as things happen. So every family of a
-scrape shows the same moment (separate gauges tear: a scrape can see no state or two). Nothing is
-written to the files of `PROMETHEUS_MULTIPROC_DIR`, no `_created` series appear, the series of an
-unregistered handle end, and the time in the present state is included.
+This is a custom collector, not metric objects that are set one by one. So every family of a scrape
+shows the same moment (separate gauges tear: a scrape can see no state or two). The collector writes
+no files of `PROMETHEUS_MULTIPROC_DIR`, and no `_created` series appear. The series of an
+unregistered handle end. The time in the present state is included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from placement.core.states import IDLE, PHASES, State, Trigger
 
 DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
 
-_KNOWN: Mapping[str, Callable[[Any], Iterable[str]]] = {
+_INITIAL: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "state": lambda _: State,
     "memory": lambda _: (),
     "trigger": lambda _: Trigger,
@@ -66,17 +66,18 @@ class _Metric(NamedTuple):
         """The family with a sample of each source, or several; `keys` are the labels that tell the
         sources apart."""
         kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
-        family = kind(self.name, self.text, labels=(*keys, self.label) if self.label else keys)
-        value = self.value or attrgetter(
-            self.name.removeprefix("placement_").removesuffix("_total")
-        )
+        labels = (*keys, self.label) if self.label else keys
+        family = kind(self.name, self.text, labels=labels)
+        field = self.name.removeprefix("placement_").removesuffix("_total")
+        value_of = self.value or attrgetter(field)
         for key, source in sources:
-            found = value(source)
+            value = value_of(source)
             if self.label:
-                for label, number in (dict.fromkeys(_KNOWN[self.label](source), 0) | found).items():
+                numbers = dict.fromkeys(_INITIAL[self.label](source), 0) | value
+                for label, number in numbers.items():
                     family.add_metric((*key, label), float(number))
-            elif found is not None:
-                family.add_metric(key, float(found))
+            elif value is not None:
+                family.add_metric(key, float(value))
         return family
 
 
@@ -226,8 +227,9 @@ class SnapshotCollector:
 
     def collect(self) -> Iterable[Metric]:
         """The families of one snapshot. A list, not a generator, so that a failing `read` fails
-        before anything is exposed."""
-        snapshot, keys = self._read(), ("handle", "kind")
+        before a family is exposed."""
+        snapshot = self._read()
+        keys = ("handle", "kind")
         handles = [((handle.name, handle.kind), handle) for handle in snapshot.handles]
         durations = HistogramMetricFamily(
             "placement_transition_duration_seconds",
@@ -240,18 +242,17 @@ class SnapshotCollector:
         for key, handle in handles:
             # Flags and class names only: the texts of `external` and `broken` are for people, and
             # metrics are public.
-            flags = {"readonly": handle.readonly, "external": handle.external is not None}
-            shown = {name: "true" if flag else "false" for name, flag in flags.items()}
-            handle_info.add_metric(
-                key, {"role": handle.role or "", "adapter": handle.adapter, **shown}
-            )
-        for each in snapshot.durations:
-            edges = [*map(floatToGoString, each.upper_bounds_seconds), "+Inf"]
-            durations.add_metric(
-                (each.operation,),
-                list(zip(edges, accumulate(each.counts), strict=True)),
-                each.sum_seconds,
-            )
+            properties = {
+                "role": handle.role or "",
+                "adapter": handle.adapter,
+                "readonly": "true" if handle.readonly else "false",
+                "external": "false" if handle.external is None else "true",
+            }
+            handle_info.add_metric(key, properties)
+        for histogram in snapshot.durations:
+            edges = [*map(floatToGoString, histogram.upper_bounds_seconds), "+Inf"]
+            buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
+            durations.add_metric((histogram.operation,), buckets, histogram.sum_seconds)
         facts = {
             "policy": snapshot.policy,
             "device": snapshot.device,

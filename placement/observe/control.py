@@ -25,7 +25,8 @@ Answer = tuple[HTTPStatus, bytes]
 
 class Control:
     """Suspends and resumes one manager for clients that have the token.
-    `suspend`, `resume`: see `Suspension`. Raises ValueError: the token is no token."""
+    `suspend`, `resume`: see `Suspension`.
+    Raises ValueError: the token is empty, or has other characters than visible ASCII."""
 
     def __init__(
         self,
@@ -36,10 +37,12 @@ class Control:
         if not TOKEN.fullmatch(token):
             raise ValueError("control: the token must be visible ASCII characters, no blanks")
         self._token = token.encode()
-        self._suspend, self._resume = suspend, resume
+        self._suspend = suspend
+        self._resume = resume
 
     def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
-        """Do what a client asks for. Returns the status and the body of the answer, as JSON."""
+        """Carry out a client's request. Returns the status and the body of the answer, as JSON.
+        `has_gone`: whether the client has closed its connection."""
         scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
         is_right = hmac.compare_digest(token.encode("latin-1"), self._token)
         if not is_right or scheme.lower() != "bearer":
@@ -60,7 +63,10 @@ class Control:
             else:
                 status = self._resume(request.epoch)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            problems = []
+            for problem in error.errors():
+                field = ".".join(map(str, problem["loc"]))
+                problems.append(f"{field}: {problem['msg']}")
             return _refused(HTTPStatus.BAD_REQUEST, "; ".join(problems))
         except PlacementError as error:
             return _refused(HTTPStatus.CONFLICT, str(error))

@@ -91,10 +91,9 @@ class Target:
             "node": identity.node,
             "rank": str(identity.rank),
         }
-        return cls(
-            address=address,
-            labels=labels | ({"gpu_uuid": identity.gpu_uuid} if identity.gpu_uuid else {}),
-        )
+        if identity.gpu_uuid:
+            labels["gpu_uuid"] = identity.gpu_uuid
+        return cls(address=address, labels=labels)
 
     @property
     def name(self) -> str:
@@ -108,25 +107,22 @@ class Target:
 def as_json(targets: Iterable[Target]) -> str:
     """Targets as Prometheus reads them from a file or by HTTP (`file_sd_configs`,
     `http_sd_configs`)."""
-    return (
-        json.dumps(
-            [{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1
-        )
-        + "\n"
-    )
+    groups = []
+    for target in targets:
+        groups.append({"targets": [target.address], "labels": dict(target.labels)})
+    return json.dumps(groups, indent=1) + "\n"
 
 
-def from_json(text: str | bytes, where: object) -> list[Target]:
-    """Read targets in Prometheus' format. The error for another format names `where`."""
+def from_json(text: str | bytes, source: object) -> list[Target]:
+    """Read targets in Prometheus' format. The PlacementError for another format names `source`."""
+    targets = []
     try:
-        groups = json.loads(text)
-        return [
-            Target(address=str(address), labels=dict(group["labels"]))
-            for group in groups
-            for address in group["targets"]
-        ]
+        for group in json.loads(text):
+            for address in group["targets"]:
+                targets.append(Target(address=str(address), labels=dict(group["labels"])))
+        return targets
     except (ValueError, TypeError, KeyError) as error:
-        raise PlacementError(f"{where} is not a list of Prometheus targets: {error!r}") from error
+        raise PlacementError(f"{source} is not a list of Prometheus targets: {error!r}") from error
 
 
 class Announcement:
@@ -141,7 +137,8 @@ class Announcement:
     """
 
     def __init__(self, folder: str | os.PathLike[str], target: Target) -> None:
-        run, instance = (_UNSAFE.sub("-", target.labels[label]) for label in ("run", "instance"))
+        run = _UNSAFE.sub("-", target.labels["run"])
+        instance = _UNSAFE.sub("-", target.labels["instance"])
         # No subfolders: Prometheus accepts a pattern only in the last part of a path.
         self.path = Path(folder) / f"{run}.{instance}.json"
         self._pid = os.getpid()
@@ -202,8 +199,8 @@ def ask(
             return body
     except urllib.error.HTTPError as error:
         if post is not None:
-            told = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
-            raise PlacementError(f"{url} answers {error.code}: {told}") from error
+            text = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
+            raise PlacementError(f"{url} answers {error.code}: {text}") from error
         raise PlacementError(
             f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?"
         ) from error
@@ -218,9 +215,11 @@ def check_worker(target: Target, *, timeout_seconds: float) -> None:
     """Raise PlacementError if another process answers than the one that a discovery file names: the
     file of a killed worker stays, and its port may be taken again."""
     answer = ask(f"{target.url}/workers", timeout_seconds=timeout_seconds)
+    labels = dict(target.labels)
     try:
         (view,) = json.loads(answer)
-        labels = {label: view["labels"].get(label, value) for label, value in target.labels.items()}
+        for label, value in target.labels.items():
+            labels[label] = view["labels"].get(label, value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlacementError(f"{target.url} is no placement worker: {error!r}") from error
     if labels != target.labels:
@@ -231,33 +230,36 @@ def check_worker(target: Target, *, timeout_seconds: float) -> None:
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
-    """The workers at the given places: URLs of workers, and discovery folders. Raises
-    PlacementError: a place is neither."""
-    found: list[Target] = []
+    """The workers at these places: URLs of workers, and discovery folders. Raises PlacementError: a
+    place is neither."""
+    targets: list[Target] = []
     for place in places:
         url = place.rstrip("/")
         if url.startswith("http://"):  # a worker serves no TLS
-            found.append(Target(address=url.removeprefix("http://"), labels={}))
+            targets.append(Target(address=url.removeprefix("http://"), labels={}))
         elif Path(place).is_dir():
-            found += targets_in(place)
+            targets += targets_in(place)
         else:
             raise PlacementError(
                 f"{place!r} is no worker's URL (http://host:port) and no discovery folder (workers "
                 "create it when they announce themselves)"
             )
-    return found
+    return targets
 
 
 def views_of(places: Iterable[str]) -> list[dict[str, Any]]:
     """The view of every worker at these places (see `worker_view`). A worker that does not answer
     has an `error` in its place."""
 
-    def one(target: Target) -> list[dict[str, Any]]:
-        mine = {"name": target.name, "labels": dict(target.labels)}
+    def views_of_target(target: Target) -> list[dict[str, Any]]:
+        identity = {"name": target.name, "labels": dict(target.labels)}
         try:
-            return [view | mine for view in json.loads(ask(f"{target.url}/workers"))]
+            return [view | identity for view in json.loads(ask(f"{target.url}/workers"))]
         except (PlacementError, ValueError, TypeError) as error:
-            return [mine | {"error": str(error)}]
+            return [identity | {"error": str(error)}]
 
+    views = []
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return [view for views in pool.map(one, find_targets(places)) for view in views]
+        for views_there in pool.map(views_of_target, find_targets(places)):
+            views += views_there
+    return views

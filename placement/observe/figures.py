@@ -1,4 +1,4 @@
-"""Figures for a trainer's own log: what a manager did since it was asked last.
+"""Figures for a trainer's own log: the bytes and seconds of a manager since the last call.
 
 Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are seconds.
 """
@@ -16,7 +16,7 @@ _GB = 10**9
 
 
 class Figures:
-    """The figures of one manager. `Manager.metrics` says what they mean.
+    """The figures of one manager. `Manager.metrics` explains them.
 
     Bytes of a handle stay counted when it is unregistered.
     """
@@ -28,22 +28,27 @@ class Figures:
 
     def read(self, *, totals: bool) -> dict[str, float]:
         """The figures since the last call. `totals`: also those since the manager was made."""
-        snapshot, journal = self._take_snapshot(), self._journal
+        snapshot = self._take_snapshot()
+        journal = self._journal
         phase = snapshot.phases[-1] if snapshot.phases else IDLE
         resident = sum(handle.resident_bytes for handle in snapshot.handles)
         journal.note_held(phase, resident)
-        counted = self._counters(snapshot)
-        before, self._counted = self._counted, counted
-        peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {phase: resident}
+        before = self._counted
+        self._counted = self._counters(snapshot)
+        peaks = journal.recent_peak_bytes
+        journal.recent_peak_bytes = {phase: resident}
 
-        figures = {name: value - before.get(name, 0) for name, value in counted.items()}
+        figures: dict[str, float] = {}
+        for name, value in self._counted.items():
+            figures[name] = value - before.get(name, 0)
         figures["host_gb"] = sum(handle.host_bytes for handle in snapshot.handles)
-        if disk_bytes := sum(handle.disk_bytes for handle in snapshot.handles):
+        disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
+        if disk_bytes:
             figures["disk_gb"] = disk_bytes
         for name in _phases(snapshot):
             figures[f"peak_device_gb/{name}"] = peaks.get(name, 0)
         if totals:
-            for name, value in counted.items():
+            for name, value in self._counted.items():
                 figures[f"total/{name}"] = value
             for name, nbytes in snapshot.phase_peak_bytes.items():
                 figures[f"total/peak_device_gb/{name}"] = nbytes
@@ -53,13 +58,13 @@ class Figures:
         return {f"placement/{name}": value for name, value in figures.items()}
 
     def _counters(self, snapshot: Snapshot) -> dict[str, float]:
-        """Everything that only grows, in bytes and seconds. A feature's figures are there from its
+        """The figures that only grow, in bytes and seconds. A feature's figures are there from its
         first use on."""
         stalls = snapshot.phase_stall_seconds
         counters: list[Any] = [self._journal.gone, *snapshot.handles]
 
         def total(name: str) -> int:
-            return sum(getattr(each, name) for each in counters)
+            return sum(getattr(counter, name) for counter in counters)
 
         counted: dict[str, float] = {
             "stall_seconds": sum(stalls.values()),
@@ -72,7 +77,7 @@ class Figures:
         of_features = {
             "prefetch_used_gb": total("prefetch_used_bytes"),
             "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes,
-            "failures": sum(sum(each.failures.values()) for each in counters),
+            "failures": sum(sum(counter.failures.values()) for counter in counters),
             "pairing_violations": snapshot.pairing_violations,
             "wrong_writes": snapshot.wrong_writes,
         }

@@ -1,7 +1,7 @@
 """Measure the GPU memory of other processes, which neither torch nor CUDA shows. Needs
 `nvidia-ml-py` (extra `nvml`).
 
-NVML is queried on a thread of its own, every few seconds and when somebody asks: a call may take
+NVML is queried on a thread of its own, every few seconds and on demand: a call may take
 milliseconds, and hangs if the driver hangs. In a container NVML may list no processes, or process
 ids of another namespace; then the result is None.
 """
@@ -33,7 +33,8 @@ class OtherProcesses:
         self.nbytes: int | None = None  # the last measurement; None while unknown
         self._then: Callable[[int | None], None] | None = None
         self._wake = threading.Event()
-        if uuid and (nvml := _library()) is not None:
+        nvml = _library() if uuid else None
+        if nvml is not None:
             weakref.finalize(self, self._wake.set).atexit = False
             threading.Thread(
                 target=_watch,
@@ -43,22 +44,22 @@ class OtherProcesses:
             ).start()
 
     def ask(self, then: Callable[[int | None], None]) -> None:
-        """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes,
+        """Measure soon, in place of an earlier request that has not begun. `then` gets the bytes,
         on the measuring thread."""
         self._then = then
         self._wake.set()
 
     def measure(self, nvml: Any, device: Any) -> None:
         """Sum up the listed processes except this one. Where this one is not listed, the ids come
-        from elsewhere, and nothing is known."""
-        then, self._then = self._then, None
-        listed = {
-            each.pid: each.usedGpuMemory
-            for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        }
-        is_known = None not in listed.values() and listed.pop(os.getpid(), None) is not None
-        nbytes = sum(listed.values()) if is_known else None
-        if then is not None:  # before anybody sees the number that it subtracts
+        from elsewhere, and the sum is not known."""
+        then = self._then
+        self._then = None
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        sizes = {process.pid: process.usedGpuMemory for process in processes}
+        nbytes = None
+        if None not in sizes.values() and os.getpid() in sizes:
+            nbytes = sum(sizes.values()) - sizes[os.getpid()]
+        if then is not None:  # before the number that it subtracts can be read
             then(nbytes)
         self.nbytes = nbytes
 
@@ -72,15 +73,18 @@ def _watch(
         return
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        while (others := alive()) is not None:
-            others.measure(nvml, device)
-            del others
+        measured = alive()
+        while measured is not None:
+            measured.measure(nvml, device)
+            del measured
             wake.wait(ASK_SECONDS)
             wake.clear()
+            measured = alive()
     # a MIG slice, or the driver is gone: the last measurement is no longer true
     except nvml.NVMLError:
-        if (others := alive()) is not None:
-            others.nbytes = None
+        measured = alive()
+        if measured is not None:
+            measured.nbytes = None
     finally:
         nvml.nvmlShutdown()
 
@@ -101,9 +105,9 @@ def processes_on(uuid: str) -> list[dict[str, Any]]:
     def look() -> list[dict[str, Any]]:
         nvml.nvmlInit()
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
         nvml.nvmlShutdown()
-        return [{"pid": each.pid, "bytes": each.usedGpuMemory} for each in found]
+        return [{"pid": process.pid, "bytes": process.usedGpuMemory} for process in processes]
 
     try:
         return BoundedCalls("placement-nvml", _LIST_SECONDS)(look)

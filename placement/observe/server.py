@@ -78,8 +78,8 @@ _REST_SECONDS = 0.0003
 
 
 class _Paced(CollectorRegistry):
-    """A registry that lets other threads run now and then, so that a phase that begins meanwhile
-    does not wait for the whole page."""
+    """A registry that lets other threads run in between, so that a phase that begins meanwhile does
+    not wait for the whole page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__()
@@ -167,9 +167,11 @@ class MetricsServer(ThreadingWSGIServer):
             )
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
-        self._read, self._is_over = read, is_over
+        self._read = read
+        self._is_over = is_over
         self._journal = journal if journal is not None else Journal()
-        self.address, self.timeout_seconds = address, timeout_seconds
+        self.address = address
+        self.timeout_seconds = timeout_seconds
         # the address and labels under which this worker is scraped; None before it is announced
         self.target: Target | None = None
         self._announcement: Announcement | None = None
@@ -177,14 +179,12 @@ class MetricsServer(ThreadingWSGIServer):
         self._pages: dict[str, Page] = {
             "/": _file("index.html", "text/html"),
             "/page.js": _file("page.js", "text/javascript"),
-        }
-        self._pages |= {
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/state": self._state,
             "/trace": self._trace,
+            "/workers": self._workers,
         }
-        self._pages["/workers"] = self._workers
         self._posts: dict[str, Page] = {}
         if control is not None:
             self._posts = dict.fromkeys(PATHS, partial(self._do, control))
@@ -192,11 +192,11 @@ class MetricsServer(ThreadingWSGIServer):
         # the time at which each open connection began, oldest first
         self._clients: dict[socket.socket, float] = {}
         try:
-            found: Any = socket.getaddrinfo(
+            addresses: Any = socket.getaddrinfo(
                 address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self.address_family = found[0]
-            super().__init__(found[-1][:2], _Handler)
+            )
+            self.address_family, *_, socket_address = addresses[0]
+            super().__init__(socket_address[:2], _Handler)
         except OSError as exc:
             raise PlacementError(f"cannot serve metrics on {address} port {port}: {exc}") from exc
         self.set_app(self._application)
@@ -224,14 +224,9 @@ class MetricsServer(ThreadingWSGIServer):
         Raises:
             PlacementError: the folder cannot be written.
         """
-        everywhere = self.address in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
-        host = (
-            socket.gethostname()
-            if everywhere
-            else f"[{self.address}]"
-            if ":" in self.address
-            else self.address
-        )
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        if self.address in ("0.0.0.0", "::"):  # noqa: S104 (compared, not bound)
+            host = socket.gethostname()
         self.target = Target.of(f"{host}:{self.port}", identity)
         if folder is not None:
             self._announcement = Announcement(folder, self.target)
@@ -290,7 +285,7 @@ class MetricsServer(ThreadingWSGIServer):
         # an exception in a page is one client's 500, never the end of the server
         except Exception as exc:
             _logger.debug("a page raised an exception", exc_info=True)
-            # The type alone, because the message may hold secrets, and anybody may reach the port.
+            # The type alone, because the message may hold secrets, and the port may be open to all.
             return Response(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
                 f"the page failed: {type(exc).__name__}\n".encode(),
@@ -300,7 +295,11 @@ class MetricsServer(ThreadingWSGIServer):
 
     def _metrics(self, environ: WSGIEnvironment) -> Response:
         headers: dict[str, str] = {}
-        body = b"".join(self._exposition(environ, lambda _, given, *__: headers.update(given)))
+
+        def start_response(_: str, response_headers: Any, *__: Any) -> None:
+            headers.update(response_headers)
+
+        body = b"".join(self._exposition(environ, start_response))
         return Response(
             HTTPStatus.OK,
             body,
@@ -329,10 +328,11 @@ class MetricsServer(ThreadingWSGIServer):
         return Response(HTTPStatus.OK, encoded_trace(self._journal, last_seconds=seconds), JSON)
 
     def _workers(self, _: WSGIEnvironment) -> Response:
-        target = self.target
-        name, labels = (
-            (f"process {os.getpid()}", {}) if target is None else (target.name, dict(target.labels))
-        )
+        name = f"process {os.getpid()}"
+        labels = dict[str, str]()
+        if self.target is not None:
+            name = self.target.name
+            labels.update(self.target.labels)
         view = worker_view(self._read(), self._journal, name=name, labels=labels)
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
@@ -377,14 +377,9 @@ class MetricsServer(ThreadingWSGIServer):
                 client.shutdown(socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
-        now = time.monotonic()
-        self._drop(
-            [
-                client
-                for client, began in list(self._clients.items())
-                if now - began > 2 * self.timeout_seconds
-            ]
-        )
+        earliest = time.monotonic() - 2 * self.timeout_seconds
+        clients = list(self._clients.items())
+        self._drop([client for client, began in clients if began < earliest])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _logger.debug("client lost", exc_info=True)
@@ -415,12 +410,14 @@ def _forget_all_in_child() -> None:
     the port after its parent's death."""
     for server in list(_SERVERS):
         server._is_closed = True
-        for each in (server.socket, *server._clients):
-            each.close()
+        for copied_socket in (server.socket, *server._clients):
+            copied_socket.close()
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)
 
+
+_Span = list[Any]  # name, begin and end
 
 HISTORY_SECONDS = 300.0
 _LAST = 20  # the number of state transitions and failures shown
@@ -438,43 +435,40 @@ def worker_view(
             `transitions` and `failures`: the last ones, newest first. Times are Unix time in
             seconds.
     """
-    now = time.monotonic()
-    offset, start = time.time() - now, now - HISTORY_SECONDS
+    last = time.monotonic()
+    first = last - HISTORY_SECONDS
+    offset = time.time() - last
     records = list(journal)
     since: dict[str, tuple[str, float]] = {}
-    timeline: defaultdict[str, list[list[Any]]] = defaultdict(list)
+    timeline: defaultdict[str, list[_Span]] = defaultdict(list)
+    phases: list[_Span] = []
 
-    def add(handle: str, state: str, begin: float, end: float) -> None:
-        if end >= start:
-            timeline[handle].append(
-                [state, round(max(begin, start) + offset, 3), round(end + offset, 3)]
-            )
+    def add(spans: list[_Span], span_name: str, begin: float, end: float) -> None:
+        if end >= first:
+            shown_begin = round(max(begin, first) + offset, 3)
+            spans.append([span_name, shown_begin, round(end + offset, 3)])
 
-    born = {handle.name: now - sum(handle.state_seconds.values()) for handle in snapshot.handles}
+    births = dict[str, float]()
+    for handle in snapshot.handles:
+        births[handle.name] = last - sum(handle.state_seconds.values())
     for record in records:
-        state, begin = since.get(
-            record.handle, (record.source.value, born.get(record.handle, start))
-        )
-        add(record.handle, state, begin, record.at_seconds)
+        birth = births.get(record.handle, first)
+        state, begin = since.get(record.handle, (record.source.value, birth))
+        add(timeline[record.handle], state, begin, record.at_seconds)
         since[record.handle] = record.target.value, record.at_seconds
     for handle in snapshot.handles:
-        state, begin = since.get(handle.name, (handle.state.value, born[handle.name]))
-        add(handle.name, state, begin, now)
-    shown = {handle.name: timeline[handle.name][-_MOST_SPANS:] for handle in snapshot.handles}
-    phases = [
-        [
-            span.phase,
-            round(max(span.begin_seconds, start) + offset, 3),
-            round(span.end_seconds + offset, 3),
-        ]
-        for span in journal.phase_spans()
-        if span.end_seconds >= start
-    ]
+        birth = births[handle.name]
+        state, begin = since.get(handle.name, (handle.state.value, birth))
+        add(timeline[handle.name], state, begin, last)
+    for span in journal.phase_spans():
+        add(phases, span.phase, span.begin_seconds, span.end_seconds)
     return {
         "name": name,
         "labels": labels,
         "snapshot": snapshot.model_dump(mode="json"),
-        "timeline": shown,
+        "timeline": {
+            handle.name: timeline[handle.name][-_MOST_SPANS:] for handle in snapshot.handles
+        },
         "phases": phases[-_MOST_SPANS:],
         "transitions": [
             _picked(record, _OF_RECORD) | {"bytes": record.nbytes}

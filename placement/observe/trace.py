@@ -34,8 +34,10 @@ _PIECE_EVENTS = 512
 
 def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Iterator[Event]:
     """The events of this process, track by track, not sorted by time. See `encoded_trace`."""
-    now, pid = time.monotonic(), os.getpid()
-    offset, start = time.time() - now - base_nanoseconds / 1e9, now - last_seconds
+    pid = os.getpid()
+    last = time.monotonic()
+    first = last - last_seconds
+    offset = time.time() - last - base_nanoseconds / 1e9
 
     def micros(seconds: float) -> float:
         return round((seconds + offset) * 1e6, 3)
@@ -55,21 +57,22 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
             "args": details,
         }
 
-    def named(what: str, track: int, name: str) -> Event:
-        return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
+    def named(kind: str, track: int, name: str) -> Event:
+        arguments = {"name": name}
+        return {"ph": "M", "name": kind, "pid": pid, "tid": track, "args": arguments}
 
     yield named("process_name", 0, f"placement {pid}")
     yield named("thread_name", _PHASES_TRACK, "phases")
-    for each in journal.phase_spans():
-        if each.end_seconds >= start:
-            details = {} if each.only is None else {"only": list(each.only)}
-            yield span(
-                each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details
-            )
+    for phase in journal.phase_spans():
+        if phase.end_seconds >= first:
+            begin, end = phase.begin_seconds, phase.end_seconds
+            details = {} if phase.only is None else {"only": list(phase.only)}
+            yield span(phase.phase, "phase", begin, end, _PHASES_TRACK, **details)
     tracks: dict[str, int] = {}
     since: dict[str, tuple[State, float]] = {}
-    for record in (each for each in journal if each.at_seconds >= start):
-        handle, end = record.handle, record.at_seconds
+    for record in [record for record in journal if record.at_seconds >= first]:
+        handle = record.handle
+        end = record.at_seconds
         if handle not in tracks:
             tracks[handle] = _PHASES_TRACK + 1 + len(tracks)
             yield named("thread_name", tracks[handle], handle)
@@ -102,7 +105,7 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
         }
         since[handle] = record.target, end
     for handle, (state, began) in since.items():
-        yield span(state.value, "state", began, now, tracks[handle])
+        yield span(state.value, "state", began, last, tracks[handle])
 
 
 def encoded_trace(
@@ -115,9 +118,8 @@ def encoded_trace(
     """A trace file in pieces that are made on demand, so a long journal is never held as text.
     `last_seconds`: leave out events that ended longer ago. `base_nanoseconds`: the Unix time at
     which the trace's time begins. `after`: further events, put after placement's own."""
-    return encoded(
-        itertools.chain(_events(journal, last_seconds, base_nanoseconds), after), base_nanoseconds
-    )
+    events = itertools.chain(_events(journal, last_seconds, base_nanoseconds), after)
+    return encoded(events, base_nanoseconds)
 
 
 def encoded(events: Iterator[Event], base_nanoseconds: int = 0) -> Iterator[bytes]:
@@ -126,9 +128,8 @@ def encoded(events: Iterator[Event], base_nanoseconds: int = 0) -> Iterator[byte
     yield head.encode()
     separator = ""
     while piece := list(itertools.islice(events, _PIECE_EVENTS)):
-        yield (
-            separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in piece)
-        ).encode()
+        texts = [json.dumps(event, separators=(",", ":")) for event in piece]
+        yield (separator + ",\n".join(texts)).encode()
         separator = ",\n"
     yield b"\n]}\n"
 
@@ -147,7 +148,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_trace(
-    journal: Journal, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None
+    journal: Journal,
+    path: str | os.PathLike[str],
+    *,
+    beside: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write a manager's journal as a Chrome trace: `placement.trace(manager.journal,
     "trace.json")`.
@@ -170,11 +174,11 @@ def read_trace(path: Path) -> tuple[int, list[Event]]:
     """Read a Chrome trace. Returns the Unix time at which its time begins (nanoseconds), and its
     events."""
     try:
-        found = json.loads(path.read_bytes())
+        trace = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no trace {path}") from None
     except ValueError as error:
         raise PlacementError(f"{path} is no Chrome trace: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
-    return int(found.get("baseTimeNanoseconds", 0)), found["traceEvents"]
+    return int(trace.get("baseTimeNanoseconds", 0)), trace["traceEvents"]

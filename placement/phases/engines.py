@@ -47,11 +47,11 @@ class Engines(Participant):
         plan = transition.plan
         if transition.is_exit:
             transition.errors += self._mover.each_repaired(
-                _engines_of(transition.handles), lambda engine: self._leave(engine, plan)
+                _engines_of(transition.handles), lambda engine: self._offload_surplus(engine, plan)
             )
             return
         for engine in _engines_of(transition.handles):
-            transition.engines_left |= self._leave(engine, plan)
+            transition.engines_left |= self._offload_surplus(engine, plan)
 
     def moved(self, transition: Transition) -> None:
         for engine in _engines_of(transition.handles):
@@ -71,9 +71,10 @@ class Engines(Participant):
             lambda engine: self._come(engine, plan),
         )
 
-    def _leave(self, engine: Handle, plan: Plan) -> bool:
+    def _offload_surplus(self, engine: Handle, plan: Plan) -> bool:
         """Offload the tags that the plan does not want on the device. Returns whether there were
-        any."""
+        any. The engine has been repaired before: its state agrees with its tags. It keeps its state
+        where some tags stay."""
         if not _has_surplus(engine, plan):
             return False
         residency, stays = _residency_of(engine), wanted_tags(engine, plan)
@@ -81,7 +82,7 @@ class Engines(Participant):
             leaving = residency.resident_tags - stays
             self._move_part(engine, Trigger.OFFLOAD, lambda: residency.offload(leaving))
         else:
-            self._mover.fire_all(engine, (State.CPU_OFFLOADED, False))
+            self._mover.take_engine_to(engine, (State.CPU_OFFLOADED, False))
         return True
 
     def _come(self, engine: Handle, plan: Plan) -> None:
@@ -89,7 +90,7 @@ class Engines(Participant):
         residency, tags = _residency_of(engine), wanted_tags(engine, plan)
         if _lacks(engine, plan) and engine.state is not State.CPU_OFFLOADED:
             self._move_part(engine, Trigger.LOAD, lambda: residency.load(tags))
-        self._mover.fire_all(engine, target_of(engine, plan), tags)
+        self._mover.take_engine_to(engine, target_of(engine, plan), tags)
         if tags:
             residency.reopen()
 

@@ -69,7 +69,9 @@ class Mover:
 
     A phase transition calls `begin`, `move` and `commit`, or `begin` and `move_as_far_as_possible`;
     after an error of the first three `go_back`; and `end` in any case.
-    `while_copying`: called in each move that is not all or nothing, once the link has work.
+    `strict`: stray references after an offload are errors. `verifier`: compares moved bytes; None:
+    nothing is compared. `while_copying`: called in each move that is not all or nothing, once the
+    link has work.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Mover:
         # the pool of the phase transition under way; between two, what the next one begins with
         self.chunk_pool = ChunkPool(device)
         self._exchange = Exchange(device, self.chunk_pool, verifier)
-        """The exchange of the phase transition under way. Between two phase transitions: one that
-        may take no memory from the driver."""
+        """The exchange of the phase transition under way. Between two: one without room for a swap,
+        by which repairs move."""
         self._sources: dict[Handle, Node] = {}
         """The handles that placement moves, and where they were when the phase transition began."""
         # results of the exchange. The state transition of a handle takes its result out.
@@ -151,7 +153,8 @@ class Mover:
     def go_back(self, cause: BaseException) -> None:
         """After an error: bring every handle back to its source state, unless the group's decision
         is unknown. Where a handle's memory cannot be got back, it is in its target state, complete.
-        What goes wrong becomes a note of `cause`."""
+        Loads that waited for the group are completed, because other ranks complete theirs. What
+        goes wrong becomes a note of `cause`."""
         sources = self._sources
         if isinstance(cause, CoordinatorLost):
             for failure in self.complete(sources):
@@ -404,6 +407,9 @@ class Mover:
         began_seconds: float,
         moved: MoveResult,
     ) -> None:
+        """Write one record of a handle's move, whose state is the new one already. `source` equals
+        it where a part of an engine moved. `began_seconds` counts where the move measured no time
+        of its own."""
         now = time.monotonic()
         record = Record(
             at_seconds=now,
@@ -443,7 +449,7 @@ class Mover:
             if residency.doubt is None and bool(residency.resident_tags) is (
                 handle.state is State.CPU_OFFLOADED
             ):
-                self.fire_all(
+                self.take_engine_to(
                     handle,
                     (State.GPU_RESIDENT, True)
                     if residency.resident_tags
@@ -466,7 +472,9 @@ class Mover:
         ):
             self.fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
 
-    def fire_all(self, handle: Handle, target: Node, tags: frozenset[str] | None = None) -> None:
+    def take_engine_to(
+        self, handle: Handle, target: Node, tags: frozenset[str] | None = None
+    ) -> None:
         """Fire an engine's triggers from the state of its machine, which may not be the state that
         the tags say. `tags`: those to load."""
         for trigger in PATHS[(handle.state, handle.state is not State.CPU_OFFLOADED), target]:

@@ -449,7 +449,7 @@ class Phase:
         """End this phase and begin phase `name` in its place, in one phase transition.
 
         Handles that both phases need stay on the device; the others are offloaded and loaded at the
-        same time. If this fails, the phase stays open as it was.
+        same time. After an error the phase stays open as it was.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.
@@ -459,9 +459,12 @@ class Phase:
             PhaseError: this phase is not open, or another phase is open inside it.
             PolicyError: the policy gave no valid plan for the new phase.
             DeviceMemoryError: the plan does not fit the budget.
+            TypeError: `name` is no string, or `only` no list of handles and names.
+            CoordinatorLost: the ranks' decision is unknown. The phase stays open, and its handles
+                may be where the new one wants them.
             Exception: another error stopped the phase transition.
         """
-        with self._stack.lock.attempt():
+        with self._stack.lock.attempt():  # the other ranks hear of a wrong name, too
             self._stack.switch(self.phase, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
@@ -552,6 +555,8 @@ class PhaseContext(Phase):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Leave the phase. It is over afterwards, whatever is raised. Errors of leaving are raised,
+        or become notes of the user's own error. A suspension on which all ranks agreed follows."""
         if self._is_finalizing():
             return
         if is_background():  # a generator was collected there

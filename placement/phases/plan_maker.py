@@ -137,6 +137,7 @@ class GroupPlanMaker(PlanMaker):
                 lambda: self._planner.budget_bytes(request.name),
                 self._planner.whereabouts,
             )
+            self._planner.least_bytes[request.name] = basis.budget_bytes
             if basis.suspension is not None:
                 self.vote.suspend_first(basis.suspension)
         return super().make(verb, request)

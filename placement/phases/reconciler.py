@@ -88,7 +88,7 @@ class Reconciler:
             self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back_engines(self, *, asks_all: bool = False) -> list[str]:
+    def take_back_restarted_engines(self, *, asks_all: bool = False) -> list[str]:
         """Have engines take part again that were restarted. Their states follow. Returns their
         names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
         names = []

@@ -3,6 +3,7 @@ nothing, an exit as far as it goes."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -29,6 +30,7 @@ from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
 from placement.phases.suspension import Suspension
+from placement.planning.advice import Advisor
 from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -78,6 +80,9 @@ class PhaseStack:
         vote = None if group is None else GroupVote(group)
         self.reconciler = Reconciler(device, policy, settings, journal, self.registry, vote)
         self._planner = self.reconciler.planner
+        self._advisor = Advisor(policy, settings, self._planner, self._handles, journal)
+        if group is not None and group.rank != 0:
+            self._advisor.look_at = math.inf  # the first rank tells it for all
         self.phases = OpenPhases(self._planner, self._handles)
         # without the stack, so that a server that shows snapshots does not keep it alive
         parts = self._handles, self.phases, self.reconciler
@@ -137,6 +142,8 @@ class PhaseStack:
     # --- entering and switching
 
     def enter(self, phase: OpenPhase) -> None:
+        """Open a phase: see `_change`. Raises Suspended: an outermost phase has to wait first. The
+        caller waits, and calls again."""
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
@@ -168,7 +175,8 @@ class PhaseStack:
             self._change(phase, "switch to", request)
 
     def _change(self, phase: OpenPhase, verb: str, request: PhaseRequest) -> None:
-        """Begin the phase. If that fails, every handle goes to where it was before."""
+        """Begin the phase. After an error every handle goes to where it was before, except after
+        `CoordinatorLost`: other ranks may have entered. Errors of going back become notes."""
         phases = self.phases
         self.reconciler.plan_maker.latest = Plan({})
         self._journal.enter_phase(request.name, request.only)
@@ -184,7 +192,7 @@ class PhaseStack:
                 self.incidents.report(error, request.name, self.reconciler.plan_maker.latest)
                 self._journal.enter_phase(phases.name, phases.only)
                 if isinstance(error, DeviceMemoryError):
-                    for name in self.reconciler.take_back_engines(asks_all=True):
+                    for name in self.reconciler.take_back_restarted_engines(asks_all=True):
                         error.add_note(f"placement: {_RESTARTED.format(name)}")
                 # Not where the group's decision is unknown: other ranks may have entered the
                 # phase. Going back could be as wrong as going on.
@@ -193,7 +201,7 @@ class PhaseStack:
                     _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
                 raise
         phases.all, phases.kept = (*request.around, phase), request.kept
-        self._expire_keeps(plan)
+        self._expire_keeps(plan)  # the plan has taken them over, or not
         phase.name, phase.only = request.name, request.only
         phase.plan, phase.kept = plan, set()
         self._planner.history.began(request.name)
@@ -284,15 +292,15 @@ class PhaseStack:
         if vote is None or vote.agreed is None:
             return
         request, vote.agreed = vote.agreed, None
-        concluding = self.suspension.concluding(request)
-        with concluding, self.lock.attempt(raises_own=True), self.lock.transition():
+        suspending = self.suspension.suspending(request)
+        with suspending, self.lock.attempt(raises_own=True), self.lock.transition():
             self._leave_the_device(LeavingRanks(vote, f"suspend {request.epoch}"))
 
     def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
         """Take every handle off the device, outside every phase. Raises what failed, but not
         changes to offloaded handles: the worker's next phase raises those."""
         self._expire_keeps()
-        self.reconciler.take_back_engines(asks_all=True)
+        self.reconciler.take_back_restarted_engines(asks_all=True)
         plan = self.phases.all_offloaded()
         failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
         if failures:
@@ -510,12 +518,15 @@ class PhaseStack:
 
     def _sweep(self) -> None:
         """Forget what was garbage-collected, take back engines that were restarted and leave what
-        was abandoned, before a phase transition begins."""
+        was abandoned, before a phase transition begins. Look at the steps so far, where it is time
+        for that."""
         if self._gone:
             self._forget_collected()
         if self.reconciler.has_engines:
-            self.reconciler.take_back_engines()
+            self.reconciler.take_back_restarted_engines()
         self._leave_abandoned()
+        if self._journal.num_spans >= self._advisor.look_at:
+            self._advisor.look()
 
     def _end_turn(self) -> None:
         if not self.phases.all:

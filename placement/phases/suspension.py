@@ -167,7 +167,8 @@ class Suspension:
     # --- carrying it out
 
     def _carry_out_alone(self) -> None:
-        """Take the manager off the device, in the thread that asks, if no phase is open."""
+        """Take the manager off the device, in the thread that asks. Nothing happens while the lock
+        is held or a phase is open: the caller tries again. Errors go to the threads that ask."""
         if self._lock.vote is not None:
             return
         with self._lock.if_free() as is_free:
@@ -175,7 +176,7 @@ class Suspension:
                 return
             request = self._take_up()
             if request is not None:
-                with self.concluding(request), self._lock.transition():
+                with self.suspending(request), self._lock.transition():
                     self._carry_out()
 
     def _take_up(self) -> SuspensionRequest | None:
@@ -204,9 +205,10 @@ class Suspension:
             self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
 
     @contextmanager
-    def concluding(self, carried_out: SuspensionRequest) -> Iterator[None]:
-        """The suspension is carried out inside, and refused if that fails. Then the threads that
-        ask are answered."""
+    def suspending(self, carried_out: SuspensionRequest) -> Iterator[None]:
+        """The suspension is carried out inside. Success marks the manager suspended, with the new
+        epoch; an error refuses the suspension, and is not raised. Then the threads that ask are
+        answered."""
         reason = "it was interrupted"
         try:
             yield

@@ -112,6 +112,7 @@ class Planner:
         self.least: Basis | None = None
         """The least budget of all ranks of the group, from the last phase transition. All ranks use
         it, so that they make the same plan."""
+        self.least_bytes: dict[str, int] = {}  # the same in bytes, by phase
 
     # --- plans
 
@@ -200,10 +201,13 @@ class Planner:
 
     # --- the budget
 
-    def budget_bytes(self, phase: str, views: Iterable[HandleView] | None = None) -> int:
+    def budget_bytes(
+        self, phase: str, views: Iterable[HandleView] | None = None, *, measured: bool = False
+    ) -> int:
         """Device bytes that all handles (`views`) of this rank together may hold in a phase, as of
-        now. May be called on any thread."""
-        if self._settings.budget_bytes is not None:
+        now. `measured`: the device has room for so many, whatever number the user gave. May be
+        called on any thread."""
+        if self._settings.budget_bytes is not None and not measured:
             return self._settings.budget_bytes
         handles = [*self._handles.values()] if views is None else views
         available = self.memory.free_bytes + self._born_bytes

@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -81,12 +81,14 @@ class Guard:
 
 def is_off(handle: Handle) -> bool:
     """Whether the object is offloaded, so that its tensors read poison."""
-    return (holding := handle.holding) is not None and not holding.on_device
+    holding = handle.holding
+    return holding is not None and not holding.on_device
 
 
-def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
+def refuse(handle: Handle, use: str, advice: str) -> NoReturn:
+    """Raise NotResidentError: the handle cannot be used so (`use`: a participle), with advice."""
     raise NotResidentError(
-        f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be {what}: "
+        f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be {use}: "
         f"{advice}"
     )
 
@@ -94,26 +96,27 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
     """The advice, which says to open one of `phases`. If one of them is open already, why it does
     not have the handle on the device."""
-    phase, why = handle.phase_now(), ""
+    phase = handle.phase_now()
+    reason = ""
     if handle.kind == "module" and handle.role is None:
-        why = (
+        reason = (
             "it was registered without role=, so it is loaded only to be trained. Register it with "
             f"its role, one of {', '.join(ROLES)}"
         )
     elif handle.kind != "optimizer" and handle.role == "teacher":
-        why = (
+        reason = (
             "no phase that ships needs role 'teacher': give the manager one that does, "
             'phases={"distill": ["actor", "teacher"]}, and open manager.phase("distill")'
         )
     if phase not in phases:
-        # the policy knows by roles what log_prob needs
-        return why if why and "log_prob" in phases else advice
-    why = why or (
+        # the policy knows by roles which handles log_prob needs
+        return reason if reason and "log_prob" in phases else advice
+    reason = reason or (
         "'train' and 'restore' load the modules that a registered optimizer steps, other phases "
         "modules by their roles"
     )
     return (
-        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {why}; only= "
+        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {reason}; only= "
         "leaves out all that it does not name, and done_with() offloads what it names until the "
         "phase ends"
     )
@@ -124,7 +127,7 @@ _TRAINED_WITHOUT = (
     "manager.phase('optimizer_step') inside this one; after phase.done_with() the optimizer comes "
     "back in the next phase that needs it"
 )
-"""Advice for the step of an optimizer that is offloaded although the phase trains what it steps."""
+"""Advice for the step of an optimizer that is offloaded although the phase trains its modules."""
 _NUMBERS = itertools.count()
 
 
@@ -140,8 +143,9 @@ class ForwardGuard(Guard):
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             # Dynamo traces this, and guards the compiled code on the values that are read.
-            if (known := self._handle()) is not None and (
-                is_off(known) or not getattr(known.storage, "is_consistent", True)
+            traced = self._handle()
+            if traced is not None and (
+                is_off(traced) or not getattr(traced.storage, "is_consistent", True)
             ):
                 from placement.registration.refused_trace import refuse_while_compiling
 
@@ -162,14 +166,22 @@ class ForwardGuard(Guard):
                 "called",
                 "its offload has begun, in another thread: end the phase after the last call",
             )
-        if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
+        reason = None if handle.adapter is None else handle.adapter.away()
+        if reason is not None:
             refuse(handle, "called", reason)
 
 
 class StepGuard(Guard):
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Pre-hook of an optimizer's step, or a guard in front of that method (see `MethodCall`)."""
+
+    def __call__(
+        self,
+        optimizer: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, Any] | None:
         """Check now, and once more when a closure returns, which may have left the phase. Returns
-        what torch is to call the step with."""
+        the arguments with which torch is to call the step; None: those that it has."""
         handle = self.handle()
         if handle is None:
             return None
@@ -182,16 +194,15 @@ class StepGuard(Guard):
                     f"handle {handle.name!r}."
                 )
             raise
-        if callable(closure := kwargs.get("closure")):
-            return args, {**kwargs, "closure": functools.partial(self._checked, optimizer, closure)}
+        closure = kwargs.get("closure")
+        if callable(closure):
+            checked = functools.partial(self._checked, optimizer, closure)
+            return args, {**kwargs, "closure": checked}
         # torch's hooks are given the optimizer among the arguments
         first = 1 if args and args[0] is optimizer else 0
         if len(args) > first and callable(args[first]):
-            return (
-                *args[:first],
-                functools.partial(self._checked, optimizer, args[first]),
-                *args[first + 1 :],
-            ), kwargs
+            checked = functools.partial(self._checked, optimizer, args[first])
+            return (*args[:first], checked, *args[first + 1 :]), kwargs
         return None
 
     def _checked(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
@@ -202,27 +213,24 @@ class StepGuard(Guard):
         return loss
 
     def _check(self, handle: Handle, optimizer: Any) -> None:
-        for each in (handle, *handle.owners):
-            advice = _advise(each, "call step() inside manager.phase('train')", "train")
-            if (
-                each is handle
-                and handle.owners
-                and all(owner.state is State.TRAINING for owner in handle.owners)
-            ):
+        are_owners_trained = all(owner.state is State.TRAINING for owner in handle.owners)
+        for changed in (handle, *handle.owners):
+            advice = _advise(changed, "call step() inside manager.phase('train')", "train")
+            if changed is handle and handle.owners and are_owners_trained:
                 advice = _TRAINED_WITHOUT
-            if is_off(each) and not (each is handle and handle.is_streaming):
-                refuse(each, "stepped", advice)
-            if each.state is not State.TRAINING:
+            if is_off(changed) and not (changed is handle and handle.is_streaming):
+                refuse(changed, "stepped", advice)
+            if changed.state is not State.TRAINING:
                 raise PhaseError(
                     f"step() of {handle.name!r} in phase {handle.phase_now()!r} would change "
-                    f"{each.name!r}, which is {each.state}: values may change in TRAINING only; "
-                    f"{advice}"
+                    f"{changed.name!r}, which is {changed.state}: values may change in TRAINING "
+                    f"only; {advice}"
                 )
-            if each.adapter is not None and (reason := each.adapter.away()) is not None:
-                refuse(each, "stepped", reason)
-        if handle.is_streaming and (
-            handle.streamed is None or not handle.streamed.may_begin(optimizer)
-        ):
+            reason = None if changed.adapter is None else changed.adapter.away()
+            if reason is not None:
+                refuse(changed, "stepped", reason)
+        streamed = handle.streamed
+        if handle.is_streaming and (streamed is None or not streamed.may_begin(optimizer)):
             advice = (
                 "its steps stream its state, and this one came around the method that does it. "
                 "Call step() of the optimizer object itself, looked up at each call; where other "
@@ -239,18 +247,19 @@ class LoadGuard(Guard):
     """Pre-hook of a module's or an optimizer's load_state_dict, or a guard in front of that method
     (see `MethodCall`)."""
 
-    def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
+    def __call__(self, target: Any, state_dict: Any = None, *rest: Any) -> None:
         handle = self.handle()
         holding = None if handle is None else handle.holding
         if handle is None or holding is None or holding.on_device:
             return
         # `MethodCall` passes the method's arguments as a tuple and a dict
-        if isinstance(given, tuple):
-            given = next(iter((*given, *(rest[0].values() if rest else ()))), None)
-        if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
+        if isinstance(state_dict, tuple):
+            arguments = [*state_dict, *(rest[0].values() if rest else ())]
+            state_dict = arguments[0] if arguments else None
+        if handle.kind == "optimizer" and is_stateless(target) and is_stateless(state_dict):
             return
         advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
-        if lies_in(given, holding):
+        if lies_in(state_dict, holding):
             # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads. The error
             # below reports these writes, so the next phase transition must not report them again.
             holding.device.heal_poison()
@@ -271,26 +280,27 @@ class CopyGuard(Guard):
         handle = self.handle()
         if handle is None:
             return
-        for each in (handle, *handle.owners):
-            if is_off(each):
-                do = (
+        for copied in (handle, *handle.owners):
+            if is_off(copied):
+                advice = (
                     f"copy {handle.name!r} inside a phase that has it and what it steps on the "
                     "device, or use its handle.state_dict()"
                 )
-                refuse(each, "copied or pickled", do)
+                refuse(copied, "copied or pickled", advice)
 
 
 class ReadGuard(Guard):
     """Runs before a framework's method that reads or writes tensors past every hook of torch:
     Megatron's `sharded_state_dict`, PEFT's `merge` (which would only record the merge)."""
 
-    def __init__(self, handle: Handle, what: Reading = READ) -> None:
+    def __init__(self, handle: Handle, reading: Reading = READ) -> None:
         super().__init__(handle)
-        self._what = what
+        self._reading = reading
 
     def __call__(self, *call: Any) -> None:
-        what = self._what if isinstance(self._what, str) else self._asked(*call)
-        if what is None or (handle := self.handle()) is None or not is_off(handle):
+        use = self._reading if isinstance(self._reading, str) else self._use(*call)
+        handle = None if use is None else self.handle()
+        if use is None or handle is None or not is_off(handle):
             return
         phase = "train" if handle.kind == "optimizer" else "log_prob"
         advice = _advise(
@@ -305,14 +315,14 @@ class ReadGuard(Guard):
                 "the model as it is; to do it to the model, open a phase that loads it, such as "
                 "manager.phase('log_prob')"
             )
-        refuse(handle, what, advice)
+        refuse(handle, use, advice)
 
-    def _asked(self, *call: Any) -> str | None:
-        """The answer for this call. None while the object is on the device, and nothing is raised
-        then in a forked child, where such methods serve if they need no tensor."""
-        assert callable(self._what)
-        known = self._handle()
-        return self._what(*call) if known is not None and is_off(known) else None
+    def _use(self, *call: Any) -> str | None:
+        """The use that this call makes of tensors. None while the object is on the device, and no
+        error then in a forked child, where such methods serve if they need no tensor."""
+        assert callable(self._reading)
+        handle = self._handle()
+        return self._reading(*call) if handle is not None and is_off(handle) else None
 
 
 class StateDictGuard(Guard):
@@ -321,8 +331,8 @@ class StateDictGuard(Guard):
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
-        found = state_dict if handle is None else shown(handle, state_dict)
-        return None if found is state_dict else found
+        readable = state_dict if handle is None else shown(handle, state_dict)
+        return None if readable is state_dict else readable
 
 
 class PartGuard(StateDictGuard):
@@ -352,99 +362,99 @@ def own_methods(target: Any) -> list[str]:
     Optimizer."""
     if not hasattr(target, "__dict__"):
         return []
-    names = sorted({*dir(type(target))} - {*dir(torch.optim.Optimizer), *vars(target)})
-    return [
-        name
-        for name in names
-        if not name.startswith("_")
-        and inspect.isfunction(inspect.getattr_static(type(target), name))
-    ]
+    methods = []
+    other_names = {*dir(torch.optim.Optimizer), *vars(target)}
+    for name in sorted({*dir(type(target))} - other_names):
+        is_public = not name.startswith("_")
+        if is_public and inspect.isfunction(inspect.getattr_static(type(target), name)):
+            methods.append(name)
+    return methods
 
 
 class OwnMethodCall(MethodCall):
     """Stands in for a method that an optimizer's own class adds to torch's (`eval`, `first_step`).
     Many only read or set numbers, and must go on working while the state is offloaded. So the
-    method runs, but the first operation that would read or write a tensor of it, or of what it
-    steps, raises before it runs, and what the method had set until then is undone."""
+    method runs. An operation that would read or write a tensor of the optimizer, or write a
+    parameter that it steps, raises before it runs. Fields that the method has set until then are
+    set back."""
 
     def run(
-        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         handle: Handle | None = self._guard()
-        known = () if handle is None or is_reading() else (handle, *handle.owners)
-        unusable = next(
-            (each for each in known if is_off(each) or each.state is State.SYNCING), None
-        )
-        if handle is None or unusable is None:
+        handles = () if handle is None or is_reading() else (handle, *handle.owners)
+        unusable = [used for used in handles if is_off(used) or used.state is State.SYNCING]
+        if handle is None or not unusable:
             return method(*args, **kwargs)
         assert isinstance(handle.adapter, OptimizerAdapter)
-        before = [
-            (fields, dict(fields))
-            for each in handle.adapter.objects()
-            for fields in _fields_of(each)
-        ]
-        error = PhaseError if unusable.state is State.SYNCING else NotResidentError
-        streamed, where = (
-            "",
-            (
-                "manager.phase('train'), with optimizer_in='optimizer_step' inside "
-                "phase('optimizer_step')"
-            ),
-        )
-        if unusable.state is State.TRAINING:
-            streamed, where = (
-                " and streams its state",
-                ("manager.phase('restore'), which loads all of it"),
-            )
-        text = (
-            f"{self._name}() of {handle.name!r} cannot be called in phase {handle.phase_now()!r}: "
-            f"it would use {{}}, while {unusable.name!r} is {unusable.state}{streamed}. Call it "
-            f"where all of these may change: inside {where}"
-        )
-        stepped = {
-            each.untyped_storage()._cdata: "what it steps" for each in handle.adapter.stepped()
-        }
-        # a streamed optimizer is TRAINING, and off
-        may_use = [each for each in known if each.state is State.TRAINING and not is_off(each)]
-        held = {
-            id(each.holding): repr(each.name)
-            for each in known
-            if each.holding is not None and each not in may_use
-        }
-        mode = _Untouched(held, stepped, error(text))
+        saved = list[tuple[dict[Any, Any], dict[Any, Any]]]()
+        for part in handle.adapter.objects():
+            saved += [(fields, dict(fields)) for fields in _fields_of(part)]
+        stepped = {tensor.untyped_storage()._cdata for tensor in handle.adapter.stepped()}
+        names = {}
+        for used in handles:
+            # a streamed optimizer is TRAINING, and off
+            may_use = used.state is State.TRAINING and not is_off(used)
+            if used.holding is not None and not may_use:
+                names[id(used.holding)] = repr(used.name)
         try:
-            with mode:
+            with _Untouched(names, stepped, self._error(handle, unusable[0])):
                 return method(*args, **kwargs)
         except (NotResidentError, PhaseError):
-            for fields, values in before:
+            for fields, values in saved:
                 for name in [name for name in fields if name not in values]:
                     del fields[name]
                 fields.update(values)
             raise
 
+    def _error(self, handle: Handle, unusable: Handle) -> PlacementError:
+        """The error about this call, with "{}" in place of words for the tensors that it uses."""
+        streamed = ""
+        place = (
+            "manager.phase('train'), with optimizer_in='optimizer_step' inside "
+            "phase('optimizer_step')"
+        )
+        if unusable.state is State.TRAINING:
+            streamed = " and streams its state"
+            place = "manager.phase('restore'), which loads all of it"
+        kind = PhaseError if unusable.state is State.SYNCING else NotResidentError
+        return kind(
+            f"{self._name}() of {handle.name!r} cannot be called in phase {handle.phase_now()!r}: "
+            f"it would use {{}}, while {unusable.name!r} is {unusable.state}{streamed}. Call it "
+            f"where all of these may change: inside {place}"
+        )
+
 
 def _fields_of(obj: Any) -> Iterator[dict[Any, Any]]:
     """The dictionaries in which an optimizer keeps its flags, options and state."""
     yield vars(obj)
-    state, groups = vars(obj).get("state"), vars(obj).get("param_groups")
-    held = [
-        state,
-        *(state.values() if isinstance(state, dict) else ()),
-        *(groups if isinstance(groups, list) else ()),
-    ]
-    yield from (each for each in held if isinstance(each, dict))
+    state = vars(obj).get("state")
+    groups = vars(obj).get("param_groups")
+    values = [state]
+    if isinstance(state, dict):
+        values += state.values()
+    if isinstance(groups, list):
+        values += groups
+    yield from (fields for fields in values if isinstance(fields, dict))
 
 
 class _Untouched(TorchDispatchMode):
-    """Raises before an operation on tensors of some objects, unless it reads no value. `names` are
-    words for the objects, by identity of their storage, and `stepped` by `_cdata` for what may be
-    read, but not written. The `error` has "{}" in place of such words."""
+    """Raises before an operation on tensors of some objects, unless it reads no value.
+    `names`: words for the objects, by identity of their storage.
+    `stepped`: storages (`_cdata`) that may be read, but not written.
+    `error`: raised with words for the tensors in place of "{}"."""
 
     def __init__(
-        self, names: Mapping[int, str], stepped: Mapping[int, str], error: Exception
+        self, names: Mapping[int, str], stepped: Collection[int], error: Exception
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._stepped, self._error = names, stepped, error
+        self._names = names
+        self._stepped = stepped
+        self._error = error
 
     def __torch_dispatch__(
         self,
@@ -455,24 +465,24 @@ class _Untouched(TorchDispatchMode):
     ) -> Any:
         name = func._schema.name.partition("::")[2]
         if not (func.is_view or name.endswith("_like") or name.startswith("new_")):
-            tensors = (
-                each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-            )
-            for storage in (
-                part.untyped_storage() for tensor in tensors for _, part in plain_parts(tensor, "")
-            ):
-                found = self._names.get(id(RANGES.owner_of(storage.data_ptr())))
-                if found is None and func._schema.is_mutable:
-                    found = self._stepped.get(storage._cdata)
-                if found is not None:
-                    raise type(self._error)(str(self._error).format(found))
+            values = tree_leaves((args, kwargs))
+            for tensor in [value for value in values if isinstance(value, torch.Tensor)]:
+                for _, part in plain_parts(tensor, ""):
+                    self._check(part.untyped_storage(), is_written=func._schema.is_mutable)
         return func(*args, **(kwargs or {}))
+
+    def _check(self, storage: torch.UntypedStorage, *, is_written: bool) -> None:
+        words = self._names.get(id(RANGES.owner_of(storage.data_ptr())))
+        if words is None and is_written and storage._cdata in self._stepped:
+            words = "what it steps"
+        if words is not None:
+            raise type(self._error)(str(self._error).format(words))
 
 
 def install(handle: Handle, objects: Iterable[Any]) -> None:
-    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers): each is
-    added to `handle.guards`."""
-    # appended one by one: if one fails, `Registry.remove` finds every one
+    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers), and add
+    the guards to `handle.guards`."""
+    # appended one by one: if one fails, `Registry.remove` removes all before it
     hooks: list[Any] = handle.guards
     owner = Guard(handle).handle
     gathers = handle.adapter is not None and handle.adapter.gathers is not None
@@ -488,44 +498,56 @@ def install(handle: Handle, objects: Iterable[Any]) -> None:
         hooks.append(StateDictCall(owner, part, "state_dict"))
         _install_zero_calls(owner, part, hooks)
         if gathers:
-            of_torch: Any = part._state_dict_pre_hooks
-            hooks.append(gather := part.register_state_dict_pre_hook(GatherGuard(handle)))
-            of_torch.move_to_end(gather.id, last=False)  # in front of the framework's own hooks
+            gather_guard = part.register_state_dict_pre_hook(GatherGuard(handle))
+            hooks.append(gather_guard)
+            # in front of the framework's own hooks
+            hooks_of_torch: Any = part._state_dict_pre_hooks
+            hooks_of_torch.move_to_end(gather_guard.id, last=False)
         _install_on_reading(handle, part, hooks, is_root=part in roots)
     if isinstance(handle.adapter, OptimizerAdapter):
         for target in objects:
             if target not in roots:
                 _install_on_optimizer(handle, target, hooks)
-        for each in handle.adapter.objects():
-            hooks.extend(OwnMethodCall(owner, each, name) for name in own_methods(each))
+        for target in handle.adapter.objects():
+            for name in own_methods(target):
+                hooks.append(OwnMethodCall(owner, target, name))
     _install_on_calls(handle, roots, hooks)
 
 
-def _install_zero_calls(owner: Callable[[], Handle | None], target: Any, hooks: list[Any]) -> None:
-    names = ("zero_grad", "zero_grad_buffer")  # the second: Megatron's
-    hooks.extend(
-        ZeroCall(owner, target, name)
-        for name in names
-        if callable(getattr(type(target), name, None))
-    )
+def _install_zero_calls(
+    owner: Callable[[], Handle | None],
+    target: Any,
+    hooks: list[Any],
+) -> None:
+    for name in ("zero_grad", "zero_grad_buffer"):  # the second: Megatron's
+        if callable(getattr(type(target), name, None)):
+            hooks.append(ZeroCall(owner, target, name))
 
 
-def _install_on_reading(handle: Handle, target: Any, hooks: list[Any], *, is_root: bool) -> None:
-    hooks.extend(
-        MethodCall(ReadGuard(handle, what), target, name)
-        for name, what in reading_methods(target, is_root=is_root).items()
-    )
+def _install_on_reading(
+    handle: Handle,
+    target: Any,
+    hooks: list[Any],
+    *,
+    is_root: bool,
+) -> None:
+    for name, reading in reading_methods(target, is_root=is_root).items():
+        hooks.append(MethodCall(ReadGuard(handle, reading), target, name))
 
 
 def install_on_new(handle: Handle) -> None:
     """Guard modules that an engine has made after its registration. Its adapter knows them, and
     their tensors move with it."""
     assert handle.adapter is not None
-    known = [root for hook in handle.guards if isinstance(hook, CallGuard) for root in hook.roots()]
-    modules = [
-        target for target in handle.adapter.key_objects() if isinstance(target, torch.nn.Module)
-    ]
-    if all(any(module is root for root in known) for module in modules):
+    roots = dict[int, torch.nn.Module]()  # by identity
+    for hook in handle.guards:
+        if isinstance(hook, CallGuard):
+            roots.update({id(root): root for root in hook.roots()})
+    num_guarded = len(roots)
+    for target in handle.adapter.key_objects():
+        if isinstance(target, torch.nn.Module):
+            roots[id(target)] = target
+    if len(roots) == num_guarded:
         return
     for hook in handle.guards:
         hook.remove()
@@ -533,14 +555,19 @@ def install_on_new(handle: Handle) -> None:
             handle.holding.announce.leaving.remove(hook.refuse)
             handle.holding.announce.came.remove(hook.allow)
     handle.guards.clear()
-    # the old ones, too: what they had is offloaded
-    install(handle, {id(module): module for module in (*known, *modules)}.values())
+    install(handle, roots.values())  # the old ones, too: their tensors are offloaded
 
 
-def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[Any]) -> None:
+def _install_on_calls(
+    handle: Handle,
+    modules: list[torch.nn.Module],
+    hooks: list[Any],
+) -> None:
     """Have calls of the modules refused while the handle is off the device: by a hook that looks at
-    each call, or, where placement moves the bytes, by a guard that is on only meanwhile."""
-    if (holding := handle.holding) is None:
+    each call, or, where placement moves the bytes, by a guard that is on only meanwhile.
+    `install_on_new` takes its listeners off again."""
+    holding = handle.holding
+    if holding is None:
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
@@ -554,14 +581,16 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None:
     """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them,
-    else guard the methods themselves."""
+    else guard the methods themselves. A method of the object's own class has a guard besides,
+    because it may act before the hook. Guards of state dicts, copies and zeroing come in any
+    case."""
     fields = getattr(target, "__dict__", {})
     for name in (
         "_optimizer_step_pre_hooks",
         "_optimizer_load_state_dict_pre_hooks",
         "_optimizer_state_dict_post_hooks",
     ):
-        # a wrapper made it itself, and torch's handles cannot refer to it
+        # a wrapper made the dictionary itself, and torch's handles cannot refer to it
         if type(fields.get(name)) is dict:
             fields[name] = OrderedDict(fields[name])
     guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
@@ -574,16 +603,13 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
     if "_optimizer_state_dict_post_hooks" in fields:
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-    # not by `__getattr__`: then it is another's
+    # not by `__getattr__`: then it is another object's method
     if hasattr(target, "__dict__") and callable(getattr(type(target), "state_dict", None)):
         hooks.append(StateDictCall(Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
         _install_zero_calls(Guard(handle).handle, target, hooks)
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
-        plain = getattr(type(target), name, None)
-        if (
-            callable(plain)
-            and plain is not getattr(torch.optim.Optimizer, name)
-            and name not in fields
-        ):
+        method = getattr(type(target), name, None)
+        is_own = callable(method) and method is not getattr(torch.optim.Optimizer, name)
+        if is_own and name not in fields:
             hooks.append(MethodCall(guard, target, name))

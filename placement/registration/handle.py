@@ -2,11 +2,11 @@
 methods for users.
 
 The state machine is the package `transitions`, driven by the table in `placement.core.states`. A
-trigger is the commit of a state transition: whoever fires it has done the work before, so that an
-error of the work leaves the source state. Features of the package that run code of others are not
-used: callbacks, conditions (a false one refuses silently), `on_exception` and `finalize_event`
-(they swallow exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock
-protects the machine.
+trigger is the commit of a state transition: its caller has done the work before, so that an error
+of the work leaves the source state. Features of the package that run foreign code are not used:
+callbacks, conditions (a false one refuses silently), `on_exception` and `finalize_event` (they
+swallow exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock protects the
+machine.
 """
 
 from __future__ import annotations
@@ -70,17 +70,21 @@ _FROM_HOST = (
 """The triggers of a handle whose bytes are not on the device."""
 
 
-def _all_paths() -> dict[tuple[Node, Node], tuple[Trigger, ...]]:
+_Paths = dict[tuple[Node, Node], tuple[Trigger, ...]]
+
+
+def _all_paths() -> _Paths:
     edges: dict[Node, list[tuple[Trigger, Node]]] = {}
     for trigger, source, target in TRANSITIONS:
         on_device = trigger not in _FROM_HOST
         goes_on_device = trigger is Trigger.LOAD or (on_device and trigger is not Trigger.OFFLOAD)
-        edges.setdefault((source, on_device), []).append((trigger, (target, goes_on_device)))
-    paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {(node, node): () for node in edges}
+        edge = trigger, (target, goes_on_device)
+        edges.setdefault((source, on_device), []).append(edge)
+    paths: _Paths = {(node, node): () for node in edges}
     for _ in edges:  # each round finds the paths that are one trigger longer
-        for (start, here), taken in [*paths.items()]:
-            for trigger, there in edges[here]:
-                paths.setdefault((start, there), (*taken, trigger))
+        for (start, end), path in [*paths.items()]:
+            for trigger, next_node in edges[end]:
+                paths.setdefault((start, next_node), (*path, trigger))
     return paths
 
 
@@ -98,31 +102,51 @@ class Lazy:
     changes the phase.
     """
 
-    def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        kind: str = "module",
+    ) -> None:
         self.factory = factory
         self.kind = kind
+
+
+def _parameters_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """The parameters of these modules, by identity."""
+    parameters = set[int]()
+    for module in modules:
+        parameters.update(map(id, module.parameters()))
+    return parameters
 
 
 class Handle:
     """One registered object. `Manager.register` makes and returns it. It is safe to read from any
     thread."""
 
-    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        kind: str,
+        role: str | None,
+        readonly: bool,
+    ) -> None:
         self.name = name  # the name under which the object is registered
         self.kind = kind  # the kind of the object: "module", "optimizer" or "engine"
         self.role = role
-        """The purpose of the object, by which a policy knows what a phase needs; None if none was
-        given. An optimizer has its owner's."""
+        """The purpose of the object, by which a policy knows which phases need it; None if none was
+        given. An optimizer has its owner's role."""
         self.readonly = readonly  # whether the values never change
         # for an optimizer: the module handles whose parameters it steps
         self.owners: tuple[Handle, ...] = ()
         self.counters = HandleCounters()
         self.state: State = State.CPU_OFFLOADED
-        """The state, which says what may be done with the object now. Only `fire` changes it, by
-        the machine that all handles share."""
+        """The state, which says how the object may be used. Only `fire` changes it, by the machine
+        that all handles share."""
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
-        self.storage: Storage = NotBuilt()  # says where the bytes are, whoever moves them
+        self.storage: Storage = NotBuilt()  # says where the bytes are
         self.guards: list[Any] = []
         self.streamed: StreamedOptimizer | None = None
         """For an optimizer whose state placement moves: its steps that stream the state; None for
@@ -141,14 +165,13 @@ class Handle:
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """For a module: the unregistered optimizers that have stepped its parameters."""
         self.stray_references = 0
-        # names of the storages to which others held references at the last offload
-        self.stray_names = ""
+        self.stray_names = ""  # names of their storages
         self.drift_bytes = 0
         self.last_view: tuple[dict[str, Any], HandleView] | None = None
         """The view of this handle that a policy was shown last, with its fields."""
         self.built_object: Any = None
-        """An object that the handle must keep alive, because nobody else may hold it: one that a
-        `Lazy`'s factory made, or an engine."""
+        """An object that the handle must keep alive, because there may be no other reference to it:
+        one that a `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None
         self._gathers: str | None = None  # the adapter's `gathers` when the object was attached
 
@@ -189,14 +212,14 @@ class Handle:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the host copy, and of what is reserved there for state that is
+        """Bytes of host memory of the host copy, with the part that is reserved for state that is
         not created yet. See `disk_bytes`."""
         return self.storage.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the host copy, and of what is reserved for state that is not created yet, that
-        are in files (`Settings.disk_directory`). They are not part of `host_bytes`."""
+        """Bytes of the host copy, with the part that is reserved for state that is not created yet,
+        in files (`Settings.disk_directory`). They are not part of `host_bytes`."""
         return self.storage.disk_bytes
 
     @property
@@ -222,22 +245,23 @@ class Handle:
         return self.object.stale if isinstance(self.object, Engine) else None
 
     def note_loaded(self) -> None:
-        """Note that a checkpoint has replaced the values. Engines need them before they can
-        generate, if the object is the actor; not those that have its very tensors."""
+        """Note that a checkpoint has replaced the values. Engines need the actor's values before
+        they can generate, except for engines that have its very tensors."""
         if self.kind != "module" or self.role != "actor":
             return
-        mine = {id(each) for module in self.modules() for each in module.parameters()}
-        for engine in (handle.object for handle in self.engines()):
-            theirs = {id(each) for module in engine.modules() for each in module.parameters()}
-            if engine.stale is None and not (theirs and theirs <= mine):
+        own_parameters = _parameters_of(self.modules())
+        for handle in self.engines():
+            engine = handle.object
+            parameters = _parameters_of(engine.modules())
+            shares_tensors = parameters and parameters <= own_parameters
+            if engine.stale is None and not shares_tensors:
                 engine.stale = UNPUBLISHED
 
     def note_published(self) -> None:
-        """Note that the weights were published to the last one, for the engines that could take
-        them."""
+        """Note that all of the weights were published, for the engines that could take them."""
         for handle in self.engines():
-            is_there = handle.is_on_device and WEIGHTS not in handle.storage.offloaded_tags
-            if is_there and handle.stale == UNPUBLISHED:
+            has_weights = handle.is_on_device and WEIGHTS not in handle.storage.offloaded_tags
+            if has_weights and handle.stale == UNPUBLISHED:
                 handle.object.weights_filled()
 
     @property
@@ -264,10 +288,13 @@ class Handle:
     def window_bytes(self) -> int:
         """The most device bytes that a streamed step holds of an optimizer's state at a time; 0
         where no plan may stream it."""
-        if (streamed := self.streamed) is None or streamed.refusal is not None:
+        streamed = self.streamed
+        if streamed is None or streamed.refusal is not None:
             return 0
-        whole = streamed.storage.device_bytes + streamed.storage.unborn_bytes
-        return whole if whole <= streamed.buckets_bytes else streamed.measured()[0]
+        whole_bytes = streamed.storage.device_bytes + streamed.storage.unborn_bytes
+        if whole_bytes <= streamed.buckets_bytes:
+            return whole_bytes
+        return streamed.measured().window_bytes
 
     @property
     def node(self) -> Node:
@@ -280,8 +307,8 @@ class Handle:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the bytes are on the device, as the state says. An external handle's state says
-        what may be done, not where they are."""
+        """Whether the bytes are on the device, as the state says. An external handle's state does
+        not say where they are."""
         return self.node[1]
 
     def state_dict(self) -> Any:
@@ -293,40 +320,47 @@ class Handle:
         Raises:
             NotResidentError: there is no state: a `Lazy` is not built yet, or the object was
                 garbage-collected.
+            BrokenHandleError: values are lost since an earlier failure.
+
+        Example:
+            ::
+
+                torch.save(actor.state_dict(), "actor.pt")  # on the device or not
         """
-        if (target := self.object) is None:
-            why = (
-                ("is gone: it was garbage-collected")
-                if self.is_gone
-                else ("is not built yet: no phase has wanted it on the device")
-            )
-            raise NotResidentError(f"the object of {self.name!r} {why}")
+        target = self.object
+        if target is None:
+            reason = "is not built yet: no phase has wanted it on the device"
+            if self.is_gone:
+                reason = "is gone: it was garbage-collected"
+            raise NotResidentError(f"the object of {self.name!r} {reason}")
         with without_modes():
-            is_unborn = (
-                isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born()
-            )
-            with no_initial_step() if is_unborn else nullcontext():
+            lacks_state = False
+            if isinstance(self.adapter, OptimizerAdapter):
+                lacks_state = not self.adapter.state_is_all_born()
+            with no_initial_step() if lacks_state else nullcontext():
                 return target.state_dict()
 
     def restore(self) -> None:
         """Point every tensor of the offloaded object to its place again, with its registered value.
 
-        For a handle whose tensors were replaced while it was offloaded, which does not move before:
-        by `half()`, `to()`, `.data =`, `share_memory()`, or a new parameter. What the tensors of
-        now hold is dropped; `unregister()` keeps it instead. Tensors that were added stay. An
-        optimizer goes on stepping the parameter objects that it was given. What a framework dropped
-        stays dropped: the hooks that average gradients are gone where parameters changed dtype or
-        device, so wrap such a module anew, and register it again. Nothing happens if nothing was
-        replaced.
+        A handle does not move after its tensors were replaced while it was offloaded: by `half()`,
+        `to()`, `.data =`, `share_memory()`, or a new parameter. This call drops the present values
+        of such tensors; `unregister()` keeps them instead. Added tensors stay. An optimizer goes on
+        stepping the parameter objects that it was given.
+
+        The hooks that average gradients are gone where parameters changed dtype or device. Wrap
+        such a module anew, and register it again. Without replaced tensors the call does nothing.
 
             with manager.phase("rollout"):
                 actor_net.half()      # reads NaN: the actor is off the device
             actor.restore()           # float32 again, with the values of before
 
         Raises:
-            PhaseError: the object is on the device. What its tensors hold there are its values.
+            PhaseError: the object is on the device. Its values are those that its tensors have
+                there.
             IntegrityError: the values were lost by an earlier failure.
-            RegistrationError: a tensor of now is on the meta device, or in another handle's memory.
+            RegistrationError: a present tensor is on the meta device, or in another handle's
+                memory.
         """
         self.restored_by(self)
 
@@ -346,6 +380,14 @@ class Handle:
 
         Raises:
             ValueError, TypeError: an argument does not fit (see `weights`).
+
+        Example:
+            ::
+
+                receiver = {
+                    info.name: torch.empty(info.shape, dtype=info.dtype)
+                    for info in actor.weights_info(dtype="bfloat16")
+                }
         """
         from placement.publish import buckets
 
@@ -367,23 +409,23 @@ class Handle:
 
         The tensors are in torch's own memory. Weights that are sharded over ranks are gathered one
         at a time. So every rank that has a shard must iterate, with the same arguments except
-        `bucket_bytes`, whatever it does with the tensors. A generator that is closed early (a
-        `break`, an exception) takes part in the rest of the gathering, so that other ranks go on.
-        One that is never started, or is kept beyond its phase, does not.
+        `bucket_bytes`. A generator that is closed early (a `break`, an exception) takes part in the
+        rest of the gathering, so that other ranks go on. One that is never started, or is kept
+        beyond its phase, does not.
 
         The device memory needed is one bucket plus the memory for making one weight. That is at
-        most another tensor of the weight's size, and this rank's part of it if it is cut unevenly
-        or along another dimension than the first. Merging adapters takes the tensors with which
-        PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA. With
-        `convert`, what it needs for one weight comes on top. Published from the host
-        copy, the next bucket is there, too.
+        most another tensor of the weight's size. This rank's part of it comes on top if the weight
+        is cut unevenly or along another dimension than the first. Merging adapters takes the
+        tensors with which PEFT computes one layer: two more of the weight's size for LoRA, four for
+        DoRA. The memory that `convert` needs for one weight comes on top. So does the next bucket
+        where the weights are published from the host copy.
 
         Args:
             bucket_bytes: upper bound of one list as it is sent, in bytes; "512MiB" works too. A
                 larger tensor comes alone.
             dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16");
-                None: they keep theirs. Not cast are buffers, what is stored quantised (float8,
-                packed) with the scales beside it, and what transformers keeps in float32
+                None: they keep theirs. Not cast are buffers, quantised weights (float8, packed)
+                with the scales beside them, and parameters that transformers keeps in float32
                 (`_keep_in_fp32_modules`).
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged
                 by PEFT, which leaves the model as it is. "separate": the active adapter alone,
@@ -405,9 +447,16 @@ class Handle:
                 being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to
                 do.
-            ValueError, TypeError: `adapters` or `names` does not fit the module, `bucket_bytes` is
-                no number of bytes, `dtype` is no floating-point dtype, or `convert` needs values or
-                returns something else than a tensor.
+            ValueError, TypeError: `adapters` or `names` does not fit the module; `bucket_bytes` is
+                no number of bytes; `dtype` is no floating-point dtype; `convert` needs values, or
+                returns no tensor.
+
+        Example:
+            ::
+
+                with manager.phase("weight_sync"):
+                    for bucket in actor.weights(bucket_bytes="512MiB", dtype="bfloat16"):
+                        engine.update_weights(bucket)
         """
         from placement.publish import buckets
 
@@ -429,31 +478,43 @@ class Handle:
         adapters: Adapters = "merged",
         names: Names = "module",
     ) -> Iterator[Changes]:
-        """Publish what has changed since a version that the receivers have: lists of
-        `WeightChange`, valid until the next iteration.
+        """Publish the changes since a version that the receivers have: lists of `WeightChange`,
+        valid until the next iteration.
 
         Each rank publishes its own part of a sharded weight, as positions and values, with the
-        part's offset; nothing is gathered. Compared are the bits of the published dtype. A list has
-        the `version` that receivers have afterwards, to be given as `since` the next time, and the
-        `base` that they must have before, None if they need none because everything is whole.
+        part's offset. No weight is gathered. The bits of the published dtype are compared. A list
+        has the `version` that receivers have afterwards, to be given as `since` the next time. It
+        has the `base` that they must have before; None if every weight is whole.
 
         The device is compared with the host copy, which has the last publication's values until an
-        offload or an asynchronous checkpoint overwrites them. So publish before that: a weight that
-        was trained and offloaded since then is whole. So it is the first time, after an early end,
-        after a write into the host copy (a state dict, `checkpoint.load`) or an offload that
-        failed, and where `dtype`, the names or the places are others than then. It is whole, too,
-        where more would be sent otherwise, and where it is computed (merged adapters, converted
-        names, quantised). If the model is still on the device when training begins again, it is
-        first copied to the host copy, as an offload would do it.
+        offload or an asynchronous checkpoint overwrites them. So publish before that. A weight is
+        whole in these cases:
+
+        * the first time, and after a generator that was closed early;
+        * after an offload of trained weights, or one that failed;
+        * after a write into the host copy (a state dict, `checkpoint.load`);
+        * where `dtype`, the names or the places have changed;
+        * where changes would take more bytes than the weight;
+        * where it is computed (merged adapters, converted names, quantised).
+
+        A model that is still on the device when training begins again is first copied to the host
+        copy, as by an offload.
 
         Args:
             since: the `version` that the receivers have; None if they have none. Any other version
-            than that of the last complete
-                publication makes everything whole.
+                than that of the last complete publication makes every weight whole.
             bucket_bytes, dtype, adapters, names: see `weights`.
 
         Raises:
             PhaseError, RegistrationError, ValueError, TypeError: see `weights`.
+
+        Example:
+            ::
+
+                with manager.phase("weight_sync"):
+                    for changes in actor.weight_changes(since=version):
+                        send(changes)
+                        version = changes.version
         """
         from placement.publish import buckets
 
@@ -474,17 +535,23 @@ class Handle:
 
     # --- what the manager calls
 
-    def attach(self, target: Any, adapter: Adapter, when_gone: Callable[[Handle], None]) -> None:
-        """Bind the object. The reference is weak: a handle keeps only an object alive that nobody
-        else holds (see `built_object`)."""
-        me = weakref.ref(self)
+    def attach(
+        self,
+        target: Any,
+        adapter: Adapter,
+        when_gone: Callable[[Handle], None],
+    ) -> None:
+        """Bind the object. The reference is weak; `built_object` is a strong one."""
+        reference = weakref.ref(self)
 
-        def gone(_: object) -> None:
-            handle = me()
+        def note_gone(_: object) -> None:
+            handle = reference()
             if handle is not None:
                 when_gone(handle)
 
-        self.kind, self.adapter, self._object = adapter.kind, adapter, weakref.ref(target, gone)
+        self.kind = adapter.kind
+        self.adapter = adapter
+        self._object = weakref.ref(target, note_gone)
         self._gathers = adapter.gathers
 
     def detach(self) -> None:
@@ -496,8 +563,8 @@ class Handle:
 
     @property
     def modules_adapter(self) -> ModuleAdapter | None:
-        """The adapter of a module or of an engine's modules; None for another object, or for
-        none."""
+        """The adapter of a module or of an engine's modules; None for another object, or where
+        there is no object."""
         return self.adapter if isinstance(self.adapter, ModuleAdapter) else None
 
     def modules(self) -> Sequence[torch.nn.Module]:
@@ -514,15 +581,18 @@ class Handle:
 
     def detached_parameters(self) -> int:
         """For an optimizer: the number of parameters that it steps but none of its owners has. 0
-        for others."""
+        for other handles."""
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
-        modules = [
-            adapter for owner in self.owners if (adapter := owner.modules_adapter) is not None
-        ]
-        known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
-        # Without modules the owners' are gone, and the optimizer is still used.
-        return sum(id(parameter) not in known for parameter in self.adapter.parameters() if modules)
+        parameters = {id(parameter): parameter for parameter in self.adapter.parameters()}
+        has_modules = False  # else the modules of the owners are gone, and the optimizer is used
+        for owner in self.owners:
+            modules = owner.modules_adapter
+            if modules is not None:
+                has_modules = True
+                for parameter in modules.parameters():
+                    parameters.pop(id(parameter), None)
+        return len(parameters) if has_modules else 0
 
     def require(self, trigger: Trigger) -> None:
         """Raise PhaseError if the table has no such transition from here, BrokenHandleError if the
@@ -533,23 +603,22 @@ class Handle:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
 
     def fire(self, trigger: Trigger) -> None:
-        """Commit one state transition, whose work is done. PhaseError: the table has none such. The
-        package's own `trigger` would do the same in 80 calls, for callbacks that nobody
-        registers."""
-        if (found := _MACHINE.events[trigger].transitions.get(self.state)) is None:
+        """Commit one state transition, whose work is done. PhaseError: the table has no such
+        transition. The package's own `trigger` would do the same in 80 calls, for callbacks that
+        are not used here."""
+        transitions = _MACHINE.events[trigger].transitions.get(self.state)
+        if transitions is None:
             raise PhaseError(f"{self.name!r} cannot {trigger} while it is {self.state}")
-        _MACHINE.set_state(found[0].dest or self.state, self)
+        _MACHINE.set_state(transitions[0].dest or self.state, self)
 
     def look_for_strays(self) -> None:
-        """Update the stray references of the last offload: see which of them still exist. On the
-        device nothing is updated."""
-        if (
-            (holding := self.holding) is not None
-            and self.stray_references
-            and not holding.on_device
-        ):
-            found = lasting_stray_references(holding.stray_references)
-            self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
+        """Update the stray references of the last offload: see which of them still exist. No figure
+        changes while the object is on the device."""
+        holding = self.holding
+        if holding is not None and self.stray_references and not holding.on_device:
+            strays = lasting_stray_references(holding.stray_references)
+            self.stray_references = sum(strays.values())
+            self.stray_names = ", ".join([*strays][:8])
 
     def stray_error(self) -> IntegrityError | None:
         """The error about stray references at the last offload that still exist; None if there are

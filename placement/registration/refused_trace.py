@@ -15,8 +15,8 @@ from placement.core.errors import NotResidentError
 
 
 class RefusedTrace(NotResidentError, ShortenTraceback):
-    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It
-    keeps nothing of the trace."""
+    """Ends a trace. Dynamo lets this error out because it is one of its own; others it wraps. The
+    error keeps no part of the trace."""
 
     def __init__(self, message: str) -> None:
         ShortenTraceback.__init__(self, message, first_useful_frame=None)

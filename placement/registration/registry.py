@@ -49,8 +49,8 @@ _MANY = 20_000  # new objects, for which the garbage collector would take millis
 @contextlib.contextmanager
 def _collecting_later() -> Iterator[None]:
     """The garbage collector waits: for 10,000 parameters it would take longer than the
-    registration, all of whose objects stay. Therefore so many go straight to its oldest generation;
-    not where somebody has frozen objects, which stay so and take long to count."""
+    registration, all of whose objects stay. Therefore so many go straight to its oldest generation.
+    They do not where there are frozen objects, which stay frozen and take long to count."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,8 +124,8 @@ class Registry:
         return handle
 
     def build(self, handle: Handle) -> None:
-        """Call a `Lazy`'s factory and adopt what it returns. RegistrationError: that cannot be; the
-        handle stays unbuilt."""
+        """Call a `Lazy`'s factory and adopt the object that it returns. RegistrationError: the
+        factory failed, or the object cannot be registered; the handle stays unbuilt."""
         assert handle.lazy is not None
         try:
             with callers_function_modes():
@@ -134,13 +134,13 @@ class Registry:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
         before = handle.kind, handle.role, handle.owners
         try:
-            handle.built_object = target  # nobody else may hold the object
+            handle.built_object = target  # there may be no other reference to the object
             with _collecting_later():
                 self._bind(handle, target, external=False)
         except BaseException:
             self._unbind(handle)
             handle.detach()
-            # the object that could not be bound told others
+            # the object that could not be bound has given it other ones
             handle.kind, handle.role, handle.owners = before
             raise
         handle.lazy = None
@@ -163,16 +163,18 @@ class Registry:
         # only now, because `unadopt` may fail, and then the handle stays and needs its guards
         for hook in handle.guards:
             hook.remove()
-        handle.guards, handle.streamed = [], None
-        self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
+        handle.guards = []
+        handle.streamed = None
+        entries = self._by_key.items()
+        self._by_key = {key: other for key, other in entries if other is not handle}
 
     def _engines(self) -> list[Handle]:
         """The engines that generate."""
-        return [
-            each
-            for each in self.handles.values()
-            if isinstance(each.object, Engine) and each.role in (None, "rollout")
-        ]
+        engines = []
+        for handle in self.handles.values():
+            if isinstance(handle.object, Engine) and handle.role in (None, "rollout"):
+                engines.append(handle)
+        return engines
 
     def _check_name_and_role(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -185,27 +187,26 @@ class Registry:
             raise RegistrationError(f"{name!r}: role {role!r} is none of {', '.join(ROLES)}")
 
     def _owner(self, name: str, owner: Handle | str) -> Handle:
-        found = self.handles.get(owner if isinstance(owner, str) else owner.name)
-        if found is None or found.kind == "optimizer":
+        handle = self.handles.get(owner if isinstance(owner, str) else owner.name)
+        if handle is None or handle.kind == "optimizer":
             raise RegistrationError(
                 f"{name!r}: owner {owner!r} is not a registered module of this manager; register "
                 "the module first"
             )
-        return found
+        return handle
 
     def _bind(
         self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None
     ) -> None:
+        """Make the object's storage, put guards on it, and attach it to the handle."""
         adapter = self._adapter(handle, target, external)
         if ranks is not None and (adapter.kind != "module" or adapter.external is not None):
-            why = (
-                f"it is an {adapter.kind}"
-                if adapter.external is None
-                else f"something else places its bytes ({adapter.external})"
-            )
+            reason = f"it is an {adapter.kind}"
+            if adapter.external is not None:
+                reason = f"something else places its bytes ({adapter.external})"
             raise RegistrationError(
                 f"{handle.name!r}: ranks share frozen tensors of modules that placement moves, and "
-                f"{why}; register it without replicated=True"
+                f"{reason}; register it without replicated=True"
             )
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
@@ -216,9 +217,8 @@ class Registry:
                 )
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
-            adapter.follow(
-                [each for owner in handle.owners if (each := owner.modules_adapter) is not None]
-            )
+            modules = [owner.modules_adapter for owner in handle.owners]
+            adapter.follow([module for module in modules if module is not None])
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
@@ -231,14 +231,15 @@ class Registry:
             handle.storage = holding
             with torch.no_grad():
                 holding.adopt()
-                is_predictable = self._reserve_state(handle, holding, adapter)
+                is_predictable = self._reserve_and_measure_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(
                     handle, holding, adapter, self._streaming, is_predictable=is_predictable
                 )
-            if not self._has_warned and (reason := _captured_collectives()) is not None:
+            warning = None if self._has_warned else _captured_collectives()
+            if warning is not None:
                 self._has_warned = True
-                logger.warning("%s", reason)
+                logger.warning("%s", warning)
         else:
             handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
@@ -255,7 +256,8 @@ class Registry:
                 "leave readonly=True out"
             )
         engine.residency.attach(lambda: self._device.memory().free_bytes)
-        handle.storage, handle.built_object = engine.residency, engine
+        handle.storage = engine.residency
+        handle.built_object = engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
         if isinstance(target, TaggedEngine):
@@ -266,7 +268,7 @@ class Registry:
                 )
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            # nobody else holds it if it was made in the call of register()
+            # there is no other reference if it was made in the call of register()
             handle.built_object = target
             return EngineAdapter(
                 target,
@@ -279,17 +281,17 @@ class Registry:
             target, name=handle.name, compute_device=self._device.torch_device, external=external
         )
 
-    def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
-        """Reserve host memory for state to be created, which an offload must not lack. Returns
-        whether the size of all is known."""
+    def _reserve_and_measure_state(
+        self, handle: Handle, holding: ManagedStorage, adapter: Adapter
+    ) -> bool:
+        """Reserve host memory for state to be created, which an offload must not lack, and measure
+        what is unborn. Returns whether the size of all is known."""
         sizes = adapter.expected_sizes()
-        parts = (
-            1
-            if adapter.kind != "optimizer"
-            else most_buckets(sum(sizes or ()), bucket_bytes_of(self._device))
-        )
+        num_ranges = 1
+        if adapter.kind == "optimizer":
+            num_ranges = most_buckets(sum(sizes or ()), bucket_bytes_of(self._device))
         try:
-            holding.reserve(sizes or (), parts)
+            holding.reserve(sizes or (), num_ranges)
         except HostMemoryError:
             holding.unadopt()
             raise
@@ -298,28 +300,27 @@ class Registry:
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
         """Set the owners: the modules whose parameters the optimizer steps. A handle without a role
         gets the first owner's."""
-        owners: dict[str, Handle] = {each.name: each for each in handle.owners}
-        modules = [
-            (module, other)
-            for other in reversed(self.handles.values())
-            if (module := other.modules_adapter) is not None
-        ]
-        known = {
-            id(parameter): other for module, other in modules for parameter in module.parameters()
-        }
+        owners: dict[str, Handle] = {owner.name: owner for owner in handle.owners}
+        modules = list[ModuleAdapter]()
+        by_parameter = dict[int, Handle]()
         # A parameter may be another tensor over the module's bytes, or one that the module had
         # before.
-        by_address = {
-            id(other.holding): other for other in self.handles.values() if other.holding is not None
-        }
+        by_holding = dict[int, Handle]()
+        for other in reversed(self.handles.values()):
+            if other.holding is not None:
+                by_holding[id(other.holding)] = other
+            module = other.modules_adapter
+            if module is not None:
+                modules.append(module)
+                by_parameter.update({id(parameter): other for parameter in module.parameters()})
         copies: list[torch.Tensor] = []
         parameters = adapter.parameters()
         for index, parameter in enumerate(parameters):
-            owner = known.get(id(parameter)) or by_address.get(id(_holding_of(parameter)))
+            owner = by_parameter.get(id(parameter)) or by_holding.get(id(_holding_of(parameter)))
             advice = None
             if owner is not None:
                 owners[owner.name] = owner
-            elif any(id(parameter) in module.own_tensors() for module, _ in modules):
+            elif any(id(parameter) in module.own_tensors() for module in modules):
                 advice = (
                     "A sharded module shows it between a forward and reshard() only: make the "
                     "optimizer of the sharded parameters."
@@ -338,14 +339,14 @@ class Registry:
                     f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered "
                     f"module. {advice}"
                 )
-        if (
-            copies
-            and (module := handle.owners[0].modules_adapter) is not None
-            and (copied := module.parameters())
-        ):
+        module = handle.owners[0].modules_adapter if copies else None
+        copied = [] if module is None else module.parameters()
+        if copied:
             adapter.take_copies(copies, copied[0])
         handle.owners = tuple(owners.values())
-        handle.detached_at_registration = sum(id(each) not in known for each in parameters)
+        handle.detached_at_registration = sum(
+            id(parameter) not in by_parameter for parameter in parameters
+        )
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
 
@@ -358,7 +359,7 @@ def _holding_of(parameter: torch.Tensor) -> object:
 
 def _captured_collectives() -> str | None:
     """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers
-    buffers by their physical memory. What a graph has captured cannot be seen, so the warning comes
+    buffers by their physical memory. The content of a graph cannot be seen, so the warning comes
     whenever NCCL is in use."""
     distributed = torch.distributed
     is_in_use = (
@@ -401,7 +402,8 @@ class StepWatch:
             StepWatch._hook = register_optimizer_step_pre_hook(_before_step)
 
     def remove(self) -> None:
-        if (handle := self._handle()) is not None:
+        handle = self._handle()
+        if handle is not None:
             _WATCHED.discard(handle)
         if not _WATCHED and StepWatch._hook is not None:
             StepWatch._hook.remove()
@@ -411,14 +413,20 @@ class StepWatch:
 def unregistered(handle: Handle) -> list[str]:
     """Class names of the unregistered optimizers that have stepped a module's parameters and still
     exist unregistered."""
-    return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
+    names = []
+    for optimizer in handle.unregistered_optimizers:
+        if not _is_registered(optimizer):
+            names.append(type(optimizer).__name__)
+    return names
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
+    """The hook of torch for all optimizers. Refuses a step of an unregistered one where the
+    parameters must not change, and notes it elsewhere."""
     if torch.compiler.is_compiling() or _is_guarded(optimizer):
         return
-    for handle in {id(each): each for each in _stepped(optimizer)}.values():
-        if optimizer not in handle.unregistered_optimizers and _is_known(optimizer):
+    for handle in {id(handle): handle for handle in _stepped(optimizer)}.values():
+        if optimizer not in handle.unregistered_optimizers and _is_registered(optimizer):
             continue
         kind = type(optimizer).__name__
         try:
@@ -445,9 +453,12 @@ def _before_step(optimizer: Any, *_: Any) -> None:
 
 
 def _note(handle: Handle, optimizer: Any) -> None:
+    """Note that an unregistered optimizer steps a handle's parameters, with a warning the first
+    time. Raises RegistrationError: a registered optimizer makes the step."""
     if optimizer in handle.unregistered_optimizers:
         return
-    if (outer := _stepped_by()) is not None:
+    outer = _stepping_optimizer()
+    if outer is not None:
         raise RegistrationError(
             f"{outer.name!r} steps an optimizer ({type(optimizer).__name__}) that cannot be found "
             "in it, so its state would stay on the device and be in no checkpoint. Nothing was "
@@ -464,59 +475,51 @@ def _note(handle: Handle, optimizer: Any) -> None:
     )
 
 
-def _stepped_by() -> Handle | None:
+def _registered_optimizers() -> list[Handle]:
+    return [handle for handle in list(_WATCHED) if handle.kind == "optimizer"]
+
+
+def _stepping_optimizer() -> Handle | None:
     """The registered optimizer whose method makes the present step."""
-    known = {id(each.object): each for each in list(_WATCHED) if each.kind == "optimizer"}
+    handles = {id(handle.object): handle for handle in _registered_optimizers()}
     for frame, _ in traceback.walk_stack(None):
         # the locals of other frames are left alone: to look at them keeps them alive until the
         # frame returns
         code = frame.f_code
-        if (
-            code.co_name == "step"
-            and code.co_argcount
-            and (found := known.get(id(frame.f_locals.get(code.co_varnames[0])))) is not None
-        ):
-            return found
+        if code.co_name == "step" and code.co_argcount:
+            handle = handles.get(id(frame.f_locals.get(code.co_varnames[0])))
+            if handle is not None:
+                return handle
     return None
 
 
 def _stepped(optimizer: Any) -> Iterator[Handle]:
     """The registered modules whose parameters an optimizer steps. As this runs at every step, it
-    looks at each group's first one only."""
+    looks at the first parameter of each group only."""
     for group in optimizer.param_groups:
         for parameter in itertools.islice(group["params"], 1):
-            if (holding := _holding_of(parameter)) is not None:
-                yield from (
-                    each
-                    for each in list(_WATCHED)
-                    if each.holding is holding and each.kind == "module"
-                )
+            holding = _holding_of(parameter)
+            for handle in list(_WATCHED) if holding is not None else ():
+                if handle.holding is holding and handle.kind == "module":
+                    yield handle
 
 
 def _is_guarded(optimizer: Any) -> bool:
-    return any(
-        isinstance(hook, guards.StepGuard) for hook in optimizer._optimizer_step_pre_hooks.values()
-    )
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(hook, guards.StepGuard) for hook in hooks)
 
 
-def _is_known(optimizer: Any) -> bool:
+def _is_registered(optimizer: Any) -> bool:
     """Whether an optimizer is registered, or is a part that a registered one makes when it needs it
     (HybridDeviceOptimizer)."""
     if _is_guarded(optimizer):
         return True
-    roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
-    held = (
-        value
-        for root in roots
-        for each in optimizers_in(root)[0]
-        for value in getattr(each, "__dict__", {}).values()
-    )
-    parts = (
-        each.values()
-        if isinstance(each, Mapping)
-        else each
-        if isinstance(each, (list, tuple))
-        else (each,)
-        for each in held
-    )
-    return any(part is optimizer for part in itertools.chain.from_iterable(parts))
+    for handle in _registered_optimizers():
+        for outer in optimizers_in(handle.object)[0]:
+            for value in getattr(outer, "__dict__", {}).values():
+                parts = value.values() if isinstance(value, Mapping) else value
+                if not isinstance(value, (Mapping, list, tuple)):
+                    parts = (value,)
+                if any(part is optimizer for part in parts):
+                    return True
+    return False

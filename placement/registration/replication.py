@@ -2,7 +2,7 @@
 it or none does.
 
 To the group this is one change, like a phase transition: the ranks propose it, carry it out and
-vote on it. A rank that cannot do its part ends it for all.
+vote on it. A rank that cannot do its part ends the change for all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,8 @@ class Replication:
 
     def rejoin(self, group: Group) -> None:
         """Use a new group from now on, for every replicated handle."""
-        self.vote, self._group = GroupVote.rejoin(group), group
+        self.vote = GroupVote.rejoin(group)
+        self._group = group
         for ranks in self._shared:
             ranks.group = group
 
@@ -53,7 +54,8 @@ class Replication:
     ) -> Iterator[Ranks | None]:
         """Register an object in the body while every other rank does the same. If one rank fails,
         all fail. Yields the ranks that share the host copy; None in a group of one rank."""
-        group, vote = self._group, self.vote
+        group = self._group
+        vote = self.vote
         if group is None or vote is None:
             raise RegistrationError(
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with "
@@ -65,11 +67,11 @@ class Replication:
             yield ranks
             if ranks is None:
                 vote.agree(Plan({}))
-        except GroupError as told:
+        except GroupError as error:
             # `exchange_texts` and `agree` ask the group past the vote, which has to learn the
             # outcome
-            vote.heard(told)
-            raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
+            vote.heard(error)
+            raise RegistrationError(f"{name!r} cannot be replicated: {error}") from error
 
     def _ranks(
         self,
@@ -96,87 +98,84 @@ class Replication:
                 f"{name!r}: replicated must be True or a ProcessGroup that this rank is in, not "
                 f"{replicated!r}"
             )
-        members, machines = _members(group, name, process_group)
-        here = tuple(
-            rank for rank, machine in zip(members, machines, strict=True) if machine == _machine()
-        )
-        if replicated is True and here != members:
+        members = _members(group, name, process_group)
+        local = [member for member in members if member.machine == _machine()]
+        numbers = tuple(member.number for member in local)
+        if replicated is True and local != members:
             # each member on this machine makes it at the same time
-            if here not in self._machine_groups:
-                theirs = dict(
-                    zip(
-                        members,
-                        torch.distributed.get_process_group_ranks(process_group),
-                        strict=True,
-                    )
+            if numbers not in self._machine_groups:
+                global_ranks = torch.distributed.get_process_group_ranks(process_group)
+                self._machine_groups[numbers] = torch.distributed.new_group(
+                    [global_ranks[member.place] for member in local],
+                    use_local_synchronization=True,
                 )
-                made = torch.distributed.new_group(
-                    [theirs[rank] for rank in here], use_local_synchronization=True
-                )
-                self._machine_groups[here] = made
-            process_group, members = self._machine_groups[here], here
-        ranks = Ranks(group, process_group, members)
+            process_group = self._machine_groups[numbers]
+            members = local
+        ranks = Ranks(group, process_group, tuple(member.number for member in members))
         self._shared.add(ranks)
         return ranks
 
 
+class _Member(NamedTuple):
+    """A rank of a process group."""
+
+    place: int  # its rank there
+    number: int  # its rank in the manager's group
+    machine: str  # see `_machine`
+
+
 def _members(
     group: Group, name: str, process_group: torch.distributed.ProcessGroup
-) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers in the group of the ranks of a process group, in the order of that, and the
-    machine of each."""
+) -> list[_Member]:
+    """The ranks of a process group, in its order."""
     numbers = torch.distributed.get_process_group_ranks(process_group)
-    mine = json.dumps([process_group.rank(), numbers, _machine()])
-    members = []
-    for rank, text in enumerate(group.exchange_texts("members", mine)):
-        place, their_numbers, machine = json.loads(text)
-        if their_numbers == numbers:
-            members.append((place, rank, machine))
+    own_text = json.dumps([process_group.rank(), numbers, _machine()])
+    members = list[_Member]()
+    for rank, text in enumerate(group.exchange_texts("members", own_text)):
+        place, numbers_of_rank, machine = json.loads(text)
+        if numbers_of_rank == numbers:
+            members.append(_Member(place, rank, machine))
     members.sort()
-    if [place for place, _, _ in members] != [*range(len(numbers))]:
+    if [member.place for member in members] != [*range(len(numbers))]:
         raise RegistrationError(
             f"{name!r}: of the {len(numbers)} ranks of its process group {len(members)} register "
             f"it with that group in the manager's group of {group.world_size}; pass replicated=a "
             "process group of ranks that all do"
         )
-    return tuple(rank for _, rank, _ in members), [machine for _, _, machine in members]
+    return members
 
 
 def _group_of(name: str, target: Any) -> Any:
-    """The process group whose ranks have the same values of a module, as that says itself; else the
-    default one."""
+    """The process group whose ranks have the same values of a module, as the module itself says;
+    else the default one."""
     if isinstance(target, torch.nn.parallel.DistributedDataParallel):
         return target.process_group
-    # Megatron-Core's own
-    if isinstance(group := getattr(target, "dp_cp_group", None), torch.distributed.ProcessGroup):
+    group = getattr(target, "dp_cp_group", None)  # Megatron-Core's own
+    if isinstance(group, torch.distributed.ProcessGroup):
         return group
     parameters = target.parameters() if isinstance(target, torch.nn.Module) else ()
     # DTensor, whose module need not be imported
-    sharded: list[Any] = [each for each in parameters if hasattr(each, "device_mesh")]
+    sharded: list[Any] = [tensor for tensor in parameters if hasattr(tensor, "device_mesh")]
     if not sharded:
         return torch.distributed.group.WORLD
     mesh = sharded[0].device_mesh
-    alike = [
-        dim
-        for dim in range(mesh.ndim)
-        if all(each.device_mesh == mesh and each.placements[dim].is_replicate() for each in sharded)
-    ]
-    if len(alike) != 1:
+    has_one_mesh = all(tensor.device_mesh == mesh for tensor in sharded)
+    replicating = [*range(mesh.ndim)] if has_one_mesh else []
+    for tensor in sharded:
+        replicating = [dim for dim in replicating if tensor.placements[dim].is_replicate()]
+    if len(replicating) != 1:
         raise RegistrationError(
-            f"{name!r}: of the dimensions of its parameters' device mesh {len(alike)} replicate "
-            "all of them, and replicated=True needs one: pass replicated=the process group of the "
-            f"ranks that hold the same, {_ADVICE}"
+            f"{name!r}: of the dimensions of its parameters' device mesh {len(replicating)} "
+            "replicate all of them, and replicated=True needs one: pass replicated=the process "
+            f"group of the ranks that hold the same, {_ADVICE}"
         )
-    return mesh.get_group(alike[0])
+    return mesh.get_group(replicating[0])
 
 
 def _machine() -> str:
     """A text that is the same for processes that see each other's /proc: the machine's start, and
     the PID namespace."""
-    said = [os.uname().nodename]
     with suppress(OSError):
-        said = [
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/pid"),
-        ]
-    return " ".join(said)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return os.uname().nodename

@@ -5,13 +5,15 @@ Torch's state dict hooks see neither the values that an overridden method comput
 in between. So the method itself is replaced. Hooks of state dicts, `get_extra_state` and overridden
 methods compute with the live tensors, which read poison while they are offloaded. So then the whole
 call runs inside `FromHostCopies`, where every torch function gets the host copy instead of such a
-tensor. The tensors themselves are not touched: identity, addresses, versions, gradient accumulators
-and use counts stay the same, other threads notice nothing, and an exception leaves nothing behind.
-The tensors that the call returns follow the handle.
+tensor. The tensors themselves stay as they are, with their identity, addresses, versions, gradient
+accumulators and use counts, for other threads and after an exception, too. The tensors that the
+call returns follow the handle.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
@@ -59,8 +61,8 @@ _OF_THE_OBJECT = frozenset(
 )
 """Functions that change the tensor object but no byte. They are given the live tensor."""
 _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
-"""A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state
-dict that it asks for, and loads that."""
+"""A function of `torch.distributed.checkpoint.state_dict`. It writes the loaded values into the
+state dict that it asks for, and loads that."""
 
 
 class StateDictCall(MethodCall):
@@ -68,29 +70,31 @@ class StateDictCall(MethodCall):
     handle; None once that is gone."""
 
     def run(
-        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         handle: Handle | None = self._guard()
         if handle is None:
             return method(*args, **kwargs)
         if is_reading() or not _is_offloaded(handle):
-            # a call from an outer module's call, which does the rest
-            is_part = bool(args) or kwargs.get("destination") is not None
-            found = method(*args, **kwargs)
-            # else another thread has offloaded it: what was computed may be NaN
-            if is_part or is_reading() or not _is_offloaded(handle):
-                return found if is_part else shown(handle, found, hand_out_once)
-        if any(
-            frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR
-            for frame, _ in traceback.walk_stack(None)
-        ):
+            state_dict = method(*args, **kwargs)
+            if args or kwargs.get("destination") is not None:
+                return state_dict  # to an outer module's call, which does the rest
+            # else another thread has offloaded it: the computed values may be NaN
+            if is_reading() or not _is_offloaded(handle):
+                return shown(handle, state_dict, hand_out_once)
+        callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+        if _WRITES_WHAT_IT_ASKS_FOR in callers:
             raise NotResidentError(
                 f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be "
                 "given a state dict: load it inside manager.phase('restore')"
             )
         try:
             with FromHostCopies():
-                found = method(*args, **kwargs)
+                state_dict = method(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, PlacementError):
                 error.add_note(
@@ -99,9 +103,9 @@ class StateDictCall(MethodCall):
                     "the values on the device, ask inside a phase that has it there."
                 )
             raise
-        found = shown(handle, found, hand_out_once)
-        _refuse_poison(handle, found)
-        return found
+        state_dict = shown(handle, state_dict, hand_out_once)
+        _refuse_poison(handle, state_dict)
+        return state_dict
 
 
 class ZeroCall(StateDictCall):
@@ -109,7 +113,11 @@ class ZeroCall(StateDictCall):
     call zeroes their host copies."""
 
     def run(
-        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         handle = self._guard()
         with nullcontext() if handle is None or not _is_offloaded(handle) else FromHostCopies():
@@ -117,7 +125,7 @@ class ZeroCall(StateDictCall):
 
 
 def _is_offloaded(handle: Handle) -> bool:
-    return any(each.storage.is_on_host for each in (handle, *handle.owners))
+    return handle.storage.is_on_host or any(owner.storage.is_on_host for owner in handle.owners)
 
 
 _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
@@ -129,10 +137,13 @@ def hand_out(holding: ManagedStorage, tensor: torch.Tensor) -> torch.Tensor:
     owner = _owner_of(holding, tensor)
     if holding.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
         tensor = tensor.detach()  # the live one is for a module's state_dict(keep_vars=True)
-    tensors, num_pointings = owner.state_dict_tensors, -1
+    tensors = owner.state_dict_tensors
+    num_pointings = -1
+    # once more where the bytes have moved meanwhile
     while num_pointings != tensors.num_pointings:
         num_pointings = tensors.num_pointings
-        if from_host := owner.is_on_host:
+        from_host = owner.is_on_host
+        if from_host:
             owner.host_has_newest.wait()
             owner.make_host_copies_own()
         shown = tensors.hand_out(tensor, from_host=from_host)
@@ -140,6 +151,7 @@ def hand_out(holding: ManagedStorage, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hand_out_once(holding: ManagedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """As `hand_out`; the tensor itself where it was handed out before."""
     return tensor if was_handed_out(tensor) else hand_out(holding, tensor)
 
 
@@ -162,25 +174,26 @@ def _owner_of(holding: ManagedStorage, tensor: torch.Tensor) -> ManagedStorage:
     return holding
 
 
-def shown(handle: Handle, found: Any, hand_out: _HandOut = hand_out) -> Any:
+def shown(handle: Handle, state_dict: Any, hand_out: _HandOut = hand_out) -> Any:
     """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the
     handle goes. A module's dictionary is changed in place, another one is copied."""
     holding = handle.holding
     if holding is None:
-        return found
+        return state_dict
     if holding.lost is not None:
         raise BrokenHandleError(
             f"{handle.name!r} is broken and its values must not be saved: {holding.lost}"
         )
     # the tensors must follow the handle later, which inference tensors cannot
     with without_modes(), torch.inference_mode(False):
-        if handle.kind == "optimizer" or not isinstance(found, MutableMapping):
+        if handle.kind == "optimizer" or not isinstance(state_dict, MutableMapping):
             # copied, because an optimizer's dict holds its live state
-            return _readable(holding, found, hand_out)
-        for key, value in [*found.items()]:  # in place, because nested calls share one dict
-            if (readable := _readable(holding, value, hand_out)) is not value:
-                found[key] = readable
-    return found
+            return _readable(holding, state_dict, hand_out)
+        for key, value in [*state_dict.items()]:  # in place, because nested calls share one dict
+            readable = _readable(holding, value, hand_out)
+            if readable is not value:
+                state_dict[key] = readable
+    return state_dict
 
 
 def _readable(
@@ -190,73 +203,60 @@ def _readable(
     inside these (`is_inside`)."""
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
+    readable = functools.partial(_readable, holding, hand_out=hand_out, is_inside=is_inside)
     if isinstance(value, dict):
-        parts = {
-            key: _readable(holding, each, hand_out, is_inside=is_inside)
-            for key, each in value.items()
-        }
-        # the live dict may get new state in a later step
-        return _changed(value, parts) if is_inside else parts
+        parts = {**value}  # copied: the live dict may get new state in a later step
+        for key, part in parts.items():
+            parts[key] = readable(part)
+        if not is_inside:
+            return parts
+        items = [*value.items()]
+        return value if all(parts.get(key) is part for key, part in items) else parts
     if isinstance(value, SEQUENCES):
-        return _changed(
-            value,
-            dict(
-                enumerate(_readable(holding, each, hand_out, is_inside=is_inside) for each in value)
-            ),
-        )
-    return (
-        value
-        if is_inside
-        else with_fields(value, lambda each: _readable(holding, each, hand_out, is_inside=True))
-    )
-
-
-def _changed(value: Any, parts: dict[Any, Any]) -> Any:
-    """A container of the same type with other parts; the container itself if all parts are the
-    same."""
-    own = value if isinstance(value, dict) else dict(enumerate(value))
-    if all(parts.get(key) is each for key, each in [*own.items()]):
-        return value
-    if isinstance(value, dict):
-        return parts
-    return with_parts(value, parts.values())
+        sequence = [readable(part) for part in value]
+        if all(map(operator.is_, sequence, value)):
+            return value
+        return with_parts(value, sequence)
+    return value if is_inside else with_fields(value, functools.partial(readable, is_inside=True))
 
 
 def is_stateless(optimizer: Any) -> bool:
-    state = (
-        optimizer.get("state", True)
-        if isinstance(optimizer, dict)
-        else getattr(optimizer, "state", True)
-    )
+    """Whether an optimizer, or its state dict, has no state."""
+    if isinstance(optimizer, dict):
+        state = optimizer.get("state", True)
+    else:
+        state = getattr(optimizer, "state", True)
     return isinstance(state, Mapping) and not state
 
 
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
     """Whether a state dict has tensors in the ranges of the object, which means that it holds the
     object's own tensors."""
-    tensors = [
-        value
-        for value in (state_dict.values() if isinstance(state_dict, Mapping) else ())
-        if isinstance(value, torch.Tensor)
-    ]
-    parts = [part for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
-    return any(RANGES.owner_of(part.untyped_storage().data_ptr()) is holding for part in parts)
+    for value in state_dict.values() if isinstance(state_dict, Mapping) else ():
+        if not isinstance(value, torch.Tensor):
+            continue
+        for _, part in parts_of(value, ""):
+            if has_bytes(part):
+                storage = part.untyped_storage()
+                if RANGES.owner_of(storage.data_ptr()) is holding:
+                    return True
+    return False
 
 
-def _refuse_poison(handle: Handle, found: Any) -> None:
+def _refuse_poison(handle: Handle, state_dict: Any) -> None:
     """Raise NotResidentError if there is NaN among the computed values, but none in the object's:
     code has read past torch."""
     handles = (handle, *handle.owners)
-    computed = [
-        (name, part)
-        for path, value in nested_tensors(found, "")
-        for name, part in parts_of(value, path.lstrip("."))
-        if has_bytes(part) and not any(each.storage.has_place(part) for each in handles)
-    ]
-    wrong = [name for name, part in computed if has_nan(part)]
-    if wrong and not any(_has_nan(each) for each in handles):
+    names = list[str]()
+    for path, tensor in nested_tensors(state_dict, ""):
+        for name, part in parts_of(tensor, path.lstrip(".")):
+            if not has_bytes(part) or any(source.storage.has_place(part) for source in handles):
+                continue  # its values are the object's own
+            if has_nan(part):
+                names.append(name)
+    if names and not any(_has_nan(source) for source in handles):
         raise NotResidentError(
-            f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the "
+            f"{', '.join(names[:8])} of the state dict of {handle.name!r} came out as NaN, but the "
             f"values it was computed from have none. {handle.name!r} is {handle.state} in phase "
             f"{handle.phase_now()!r}, and a hook or method of its state dict reads its device "
             "memory past torch (a kernel of its own, another thread). Ask for the state dict "
@@ -265,8 +265,8 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
 
 
 def _has_nan(handle: Handle) -> bool:
-    """Whether the values of an offloaded handle have NaN. What was put beside its places is what
-    the user made it."""
+    """Whether the values of an offloaded handle have NaN, those of new tensors beside its places
+    included."""
     if handle.adapter is None or not handle.storage.is_on_host:
         return False
     for owned in handle.adapter.owned():
@@ -295,16 +295,18 @@ class FromHostCopies(TorchFunctionMode):
         if _is_about_the_object(func):
             return func(*args, **(kwargs or {}))
         live: dict[int, torch.Tensor] = {}
-        found = func(*_on_host(args, live), **_on_host(kwargs or {}, live))
+        result = func(*_on_host(args, live), **_on_host(kwargs or {}, live))
         # an in-place function must return the tensor that it was given
-        return live.get(id(found), found) if live else found
+        return live.get(id(result), result) if live else result
 
 
 def is_reading() -> bool:
+    """Whether this thread is inside `FromHostCopies`."""
     return any(isinstance(mode, FromHostCopies) for mode in _get_current_function_mode_stack())
 
 
 def _is_about_the_object(func: Callable[..., Any]) -> bool:
+    """Whether a torch function reads or changes the tensor object alone, and no byte."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _WHERE  # type: ignore[attr-defined]
@@ -315,32 +317,31 @@ def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
     """Arguments with the host copy in place of every offloaded tensor in them. `live` gets the
     tensor that each host copy stands for."""
     if isinstance(value, torch.Tensor):
-        found = _host_copy(value)
-        if found is not value:
-            live[id(found)] = value
-        return found
+        host = _host_copy(value)
+        if host is not value:
+            live[id(host)] = value
+        return host
     if type(value) in (tuple, list):
-        return type(value)([_on_host(each, live) for each in value])
+        return type(value)([_on_host(argument, live) for argument in value])
     if type(value) is dict:
-        return {key: _on_host(each, live) for key, each in value.items()}
+        return {key: _on_host(argument, live) for key, argument in value.items()}
     return value
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the host copy of an offloaded one; the tensor itself where it is not
+    offloaded."""
     if is_wrapper(tensor):
-        is_offloaded = any(
-            _host_copy(part) is not part for _, part in parts_of(tensor, "") if part is not tensor
-        )
+        parts = [part for _, part in parts_of(tensor, "") if part is not tensor]
+        is_offloaded = any(_host_copy(part) is not part for part in parts)
         return rewrapped(tensor, _host_copy) if is_offloaded else tensor
-    if (
-        not is_plain_type(type(tensor))
-        or tensor.layout is not torch.strided
-        or tensor.is_meta
-        or tensor.is_nested
-    ):
+    if not is_plain_type(type(tensor)) or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.is_meta or tensor.is_nested:
         return tensor
     owner = RANGES.owner_of(tensor.untyped_storage().data_ptr())
-    if not isinstance(owner, ManagedStorage) or (host := owner.show_host(tensor)) is None:
+    host = owner.show_host(tensor) if isinstance(owner, ManagedStorage) else None
+    if host is None:
         return tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return host

@@ -56,7 +56,7 @@ them."""
 class Streaming:
     """The means that a manager gives to the streamed steps of its optimizers."""
 
-    # holds the manager's: no other thread moves anything. Refuses a graph capture.
+    # holds the manager's lock, so that no other thread moves a handle. Refuses a graph capture.
     lock: Callable[[], AbstractContextManager[None]]
     # called with the handle, the result and the seconds of each step
     note: Callable[[SteppedHandle, Streamed, float], None]
@@ -73,8 +73,21 @@ ones together as in the whole."""
 
 
 class StepPart(NamedTuple):
+    """A part of the parameters that is stepped together."""
+
     stepped: torch.Tensor | ParameterSlice
     piece: Piece  # where its state is, and how much of it is still to be created
+
+
+class Window(NamedTuple):
+    """The device memory that a streamed step takes."""
+
+    # the facts for which it was measured: ranges, entries and unborn bytes of the state
+    ranges: tuple[Range, ...]
+    num_entries: int
+    unborn_bytes: int
+    window_bytes: int  # the most device bytes of the state at a time
+    first_chunks: tuple[RangeChunk, ...]
 
 
 class StreamedOptimizer:
@@ -97,15 +110,11 @@ class StreamedOptimizer:
         self._bucket_bytes = bucket_bytes_of(holding.device)
         # bytes of all buckets that are on the device at a time
         self.buckets_bytes = (1 + AHEAD) * self._bucket_bytes
-        self._found_in: tuple[Range, ...] = ()  # the ranges in which `_chunks` were found
         # the chunks of a parameter's state, by its tensors' addresses
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
-        self._window: (
-            tuple[tuple[Range, ...], tuple[int, int], int, tuple[RangeChunk, ...]] | None
-        ) = None
-        """The ranges and the numbers for which `measured` was computed last, and what it
-        returned."""
-        # since it began to be TRAINING. Later steps fetch all: nobody knows whether another one
+        self._chunk_ranges: tuple[Range, ...] = ()  # the ranges that these chunks belong to
+        self._window: Window | None = None  # as of the last `measured`
+        # since it began to be TRAINING. Later steps fetch all: it is not known whether another one
         # comes.
         self._has_stepped = True
         self._is_installed = False
@@ -115,79 +124,78 @@ class StreamedOptimizer:
         # on the device.
         self.is_running = False
         self.refusal = refusal(adapter.key_objects()[0])
-        """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
+        """Why no plan may stream this optimizer's state, with advice; None if a plan may."""
         if self.refusal is None and (adapter.steps_copies or not is_predictable):
-            why = (
-                ("it steps copies of parameters, which it needs as a whole")
-                if adapter.steps_copies
-                else "its size cannot be predicted"
-            )
-            self.refusal = f"{why}; use optimizer_in='train' for it"
+            reason = "its size cannot be predicted"
+            if adapter.steps_copies:
+                reason = "it steps copies of parameters, which it needs as a whole"
+            self.refusal = f"{reason}; use optimizer_in='train' for it"
 
     @property
     def first_chunks(self) -> tuple[RangeChunk, ...]:
         """The chunks to bring before the coming step, while the forward and backward pass leave the
         link idle; empty where none is sure."""
-        return (
-            ()
-            if self._has_stepped or self.refusal is not None or not self.is_wanted
-            else self.measured()[1]
-        )
+        if self._has_stepped or self.refusal is not None or not self.is_wanted:
+            return ()
+        return self.measured().first_chunks
 
-    def measured(self) -> tuple[int, tuple[RangeChunk, ...]]:
-        """The most device bytes that a streamed step holds of the state at a time, and the first
-        chunks. Looks at every parameter."""
-        ranges, known = (
-            self.storage.ranges,
-            (self._adapter.num_entries(), self.storage.unborn_bytes),
-        )
-        if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            everything = [
-                (each, p)
-                for each in self._adapter.optimizers()
-                for group in each.param_groups
-                for p in group["params"]
-            ]
-            pieces = [part.piece for each in everything for part in self.parts_of(*each)]
-            window_bytes = window_of(pieces, self._bucket_bytes)
-            self._window = (
-                ranges,
-                known,
-                window_bytes,
-                first_chunks(pieces, self._bucket_bytes, window_bytes),
-            )
-        return self._window[2:]
+    def measured(self) -> Window:
+        """The memory of a streamed step of all parameters. Looks at every parameter, unless nothing
+        has changed since the last call."""
+        window = self._window
+        facts = (self._adapter.num_entries(), self.storage.unborn_bytes)
+        if (
+            window is not None
+            and window.ranges is self.storage.ranges
+            and (window.num_entries, window.unborn_bytes) == facts
+        ):
+            return window
+        pieces = list[Piece]()
+        for optimizer in self._adapter.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
+        window_bytes = window_of(pieces, self._bucket_bytes)
+        chunks = first_chunks(pieces, self._bucket_bytes, window_bytes)
+        self._window = Window(self.storage.ranges, *facts, window_bytes, chunks)
+        return self._window
 
     def begin(self) -> None:
         """Get ready for streamed steps: called when the handle begins to be TRAINING from its host
-        copy. PhaseError: they cannot be now."""
+        copy. PhaseError: a step cannot be streamed now."""
         handle = self._handle()
         assert handle is not None
         self.is_running = self._has_stepped = False
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
-            self._refuse(replaced_step(optimizer))
+            self._refuse_if_alive(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
             handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
             for wrapper in filter(_is_of_accelerate, self._adapter.objects()):
                 handle.guards.append(_MethodOfScaler(wrapper))
             self._is_installed = True
 
-    def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one step of the user's, with its hooks. Returns what the closure returned; None
+    def step(
+        self,
+        optimizer: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make one step of the user's, with its hooks. Returns the result of the closure; None
         without one."""
-        self._refuse(refusal_now(optimizer))
+        self._refuse_if_alive(refusal_now(optimizer))
         self.is_running = self._has_stepped = True
         try:
-            return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(
-                optimizer, *args, **kwargs
-            )
+            step = torch.optim.Optimizer.profile_hook_step(self._between_hooks)
+            return step(optimizer, *args, **kwargs)
         finally:
             self.is_running = False
 
     def may_begin(self, optimizer: Any) -> bool:
         """Whether a step of the optimizer, or of a wrapper around it, may go on: inside a streamed
         step, or before one, which begins inside a wrapper's."""
-        return self.is_running or all(optimizer is not each for each in self._adapter.optimizers())
+        if self.is_running:
+            return True
+        return all(optimizer is not stepped for stepped in self._adapter.optimizers())
 
     @property
     def is_wanted(self) -> bool:
@@ -195,7 +203,12 @@ class StreamedOptimizer:
         handle = self._handle()
         return handle is not None and handle.is_streaming
 
-    def _between_hooks(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def _between_hooks(
+        self,
+        optimizer: Any,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """The step itself, which torch calls between its hooks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,27 +218,24 @@ class StreamedOptimizer:
             optimizer._opt_called = True
         with torch.no_grad(), self._streaming.lock():
             if not self.is_wanted:
-                self._refuse(
+                self._refuse_if_alive(
                     "a closure or a hook of the step has left the phase. Nothing was stepped"
                 )
             began = time.monotonic()
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            parts = [
-                part
-                for parameter in step.parameters
-                for part in self.parts_of(optimizer, parameter)
-            ]
-            stepped, pieces = [part.stepped for part in parts], [part.piece for part in parts]
-            window_bytes = (
-                self.measured()[0] if (handle := self._handle()) is None else handle.window_bytes
-            )
+            parts = list[StepPart]()
+            for parameter in step.parameters:
+                parts += self.parts_of(optimizer, parameter)
+            stepped = [part.stepped for part in parts]
+            handle = self._handle()
+            window = handle or self.measured()
             streamed = StreamedStep(
                 self.storage,
-                pieces,
+                [part.piece for part in parts],
                 self._bucket_bytes,
-                window_bytes,
+                window.window_bytes,
                 lambda first, last: step.run(stepped[first:last]),
             ).run()
             if handle is not None:
@@ -233,21 +243,24 @@ class StreamedOptimizer:
         return loss
 
     def _make_sound(self) -> None:
-        """Finish what an interrupted step has left, and report what was done to the state while it
-        was offloaded."""
-        holding, chunk_pool = self.storage, ChunkPool(self.storage.device)
+        """Finish an interrupted step, and report changes to the state while it was offloaded."""
+        holding = self.storage
+        chunk_pool = ChunkPool(holding.device)
         if self._adapter.follow_param_groups():
             holding.look_at_unborn()
         try:
             holding.make_consistent(chunk_pool)
-            if changes := holding.watch.look():
+            changes = holding.watch.look()
+            if changes:
                 raise IntegrityError(message(changes))
             holding.watch.require_whole()
             holding.drop(holding.dead(), chunk_pool)
         finally:
             chunk_pool.release()
 
-    def _refuse(self, reason: str | None) -> None:
+    def _refuse_if_alive(self, reason: str | None) -> None:
+        """Raise PhaseError with this reason; None is no reason. A step goes on once its handle is
+        gone."""
         handle = self._handle()
         if reason is not None and handle is not None:
             raise PhaseError(
@@ -261,9 +274,8 @@ class StreamedOptimizer:
         """The parts in which a parameter is stepped, whose state takes a bucket on the
         device."""
         entry = optimizer.state.get(parameter)
-        whole = Piece(
-            self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter)
-        )
+        chunks = self._chunks_of(entry) if entry else ()
+        whole = Piece(chunks, self._adapter.unborn_bytes_of(parameter))
         if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes:
             slices = self._slices(optimizer, parameter)
             if slices and max(part.piece.nbytes for part in slices) < whole.nbytes:
@@ -271,69 +283,61 @@ class StreamedOptimizer:
         return [StepPart(parameter, whole)]
 
     def _chunks_of(self, entry: Any) -> tuple[RangeChunk, ...]:
-        if self._found_in is not self.storage.ranges:
-            self._found_in, self._chunks = self.storage.ranges, {}
+        """The chunks of a parameter's state."""
+        if self._chunk_ranges is not self.storage.ranges:
+            self._chunk_ranges = self.storage.ranges
+            self._chunks = {}
         tensors = [*_tensors_in(entry)]
-        addresses = tuple([each.data_ptr() for each in tensors])
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
         if addresses not in self._chunks:
-            found = list[RangeChunk]()
-            for storage in [each.untyped_storage() for each in tensors]:
-                found += self._between(storage.data_ptr(), storage.nbytes())
-            self._chunks[addresses] = tuple(dict.fromkeys(found))
+            chunks = list[RangeChunk]()
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                chunks += self._between(storage.data_ptr(), storage.nbytes())
+            self._chunks[addresses] = tuple(dict.fromkeys(chunks))
         return self._chunks[addresses]
 
     def _between(self, address: int, nbytes: int) -> list[RangeChunk]:
         """The chunks behind bytes of a tensor; none where it has its bytes in torch's own memory,
         or in the slab."""
-        found = self.storage.object_ranges.at(address)
-        if found is None or not nbytes:
+        place = self.storage.object_ranges.at(address)
+        if place is None or not nbytes:
             return []
-        r, size = found[0], found[0].chunk_sizes[0]
+        r, _ = place
         start = address - r.layout.addresses.base
-        return (
-            [(r, index) for index in range(start // size, (start + nbytes - 1) // size + 1)]
-            if 0 <= start < r.nbytes
-            else []
-        )
+        if not 0 <= start < r.nbytes:
+            return []
+        size = r.chunk_sizes[0]
+        last = (start + nbytes - 1) // size
+        return [(r, index) for index in range(start // size, last + 1)]
 
     def _slices(self, optimizer: Any, parameter: torch.Tensor) -> list[StepPart]:
         """Slices whose state takes a bucket each, and ends at a chunk's end; empty if the parameter
         cannot be sliced."""
-        state = sorted(
-            sliceable_state(optimizer, parameter), key=torch.Tensor.element_size, reverse=True
-        )
-        places = self._between(state[0].data_ptr(), 1) if state else []
+        state = sliceable_state(optimizer, parameter)
+        if not state:
+            return []
+        largest = max(state, key=torch.Tensor.element_size)
+        places = self._between(largest.data_ptr(), 1)
         if not places:
             return []
         r, index = places[0]
-        largest, size = state[0], r.chunk_sizes[0]
+        size = r.chunk_sizes[0]
         step = max(1, self._bucket_bytes // (len(state) * size)) * size
-        ends = range(
-            r.layout.addresses.base + index * size + step - largest.data_ptr(), largest.nbytes, step
-        )
-        bounds = sorted(
-            {
-                0,
-                largest.numel(),
-                *(end // largest.element_size() // _ALIGNED * _ALIGNED for end in ends),
-            }
-        )
-        counters = [
-            tensor for tensor in _tensors_in(optimizer.state[parameter]) if is_counter(tensor)
-        ]
-        return [
-            self._slice(ParameterSlice(parameter, *each), state, counters)
-            for each in itertools.pairwise(bounds)
-        ]
-
-    def _slice(
-        self, part: ParameterSlice, state: Sequence[torch.Tensor], counters: Sequence[torch.Tensor]
-    ) -> StepPart:
-        tensors = (*counters, *(each[part.start : part.stop] for each in state))
-        found = itertools.chain.from_iterable(
-            self._between(each.data_ptr(), each.nbytes) for each in tensors
-        )
-        return StepPart(part, Piece(tuple(dict.fromkeys(found))))
+        first_end = r.layout.addresses.base + index * size + step - largest.data_ptr()
+        bounds = {0, largest.numel()}
+        for end in range(first_end, largest.nbytes, step):
+            bounds.add(end // largest.element_size() // _ALIGNED * _ALIGNED)
+        tensors = _tensors_in(optimizer.state[parameter])
+        counters = [tensor for tensor in tensors if is_counter(tensor)]
+        slices = []
+        for start, stop in itertools.pairwise(sorted(bounds)):
+            chunks = list[RangeChunk]()
+            for tensor in (*counters, *[flat[start:stop] for flat in state]):
+                chunks += self._between(tensor.data_ptr(), tensor.nbytes)
+            piece = Piece(tuple(dict.fromkeys(chunks)))
+            slices.append(StepPart(ParameterSlice(parameter, start, stop), piece))
+        return slices
 
 
 class _StepCall(MethodCall):
@@ -341,7 +345,11 @@ class _StepCall(MethodCall):
     keep its storage alive."""
 
     def run(
-        self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         streamed: StreamedOptimizer | None = self._guard()
         if streamed is not None and streamed.is_wanted:
@@ -358,7 +366,8 @@ class _MethodOfScaler:
         self.remove()
 
     def remove(self) -> None:
-        if (wrapper := self._wrapper()) is not None:
+        wrapper = self._wrapper()
+        if wrapper is not None:
             wrapper.__setstate__({})  # it unpickles by taking the method, too
 
 
@@ -366,13 +375,12 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
     """The tensors with bytes of their own in a parameter's state."""
     for value in entry.values() if type(entry) is dict else (entry,):
         if type(value) in PLAIN_TYPES:  # the common case first
-            yield from (value,) if has_bytes(value) else ()
-        else:
-            yield from (
-                part
-                for _, tensor in nested_tensors(value, "")
-                for _, part in plain_parts(tensor, "")
-            )
+            if has_bytes(value):
+                yield value
+            continue
+        for _, tensor in nested_tensors(value, ""):
+            for _, part in plain_parts(tensor, ""):
+                yield part
 
 
 # --- optimizers whose step treats each parameter by itself, so that it can be made for some of the
@@ -380,14 +388,14 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
 #
 # These are classes of torch.optim whose update of a parameter depends on nothing but its gradient,
 # its own state and the options of its group. `PartialStep` makes such a step for a part of the
-# parameters. It calls the innermost step function with an object that has other parameter groups,
-# and shares the optimizer's state, or for a slice has that slice of it. So nobody ever sees the
-# optimizer itself with groups that are not the user's.
+# parameters. It calls the innermost step function with an object that has other parameter groups
+# and the optimizer's state, or for a slice that slice of the state. So the groups of the optimizer
+# itself are always the user's.
 #
-# The step functions of torch.optim compute each element from the same element of the parameter, of
-# its gradient and of its state, and from counters of the whole parameter. So a parameter whose
-# state is larger than a bucket can be stepped slice by slice, and comes out with the same bits.
-# Muon is the exception, because it multiplies whole matrices.
+# The step functions of torch.optim compute an element from the same element of the parameter, its
+# gradient and its state, and from counters of the parameter. So a parameter whose state is larger
+# than a bucket can be stepped slice by slice, and comes out with the same bits. Muon is the
+# exception, because it multiplies whole matrices.
 
 
 class ParameterSlice(NamedTuple):
@@ -415,17 +423,23 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
     """The tensors of a parameter's state that have an element for each of its own, flat, on this
     rank; empty if it cannot be sliced."""
     entry = optimizer.state.get(parameter)
-    flat, gradient = _elements(parameter, parameter), parameter.grad
+    flat = _elements(parameter, parameter)
     if not entry or flat is None or _own(type(optimizer)) in _OF_MATRICES:
         return []
+    gradient = parameter.grad
     if gradient is not None and (
         gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None
     ):
         return []
-    values = [value for value in entry.values() if value is not None and not is_counter(value)]
-    found = [_elements(value, parameter) for value in values if isinstance(value, torch.Tensor)]
-    alike = [state for state in found if state is not None and state.numel() == flat.numel()]
-    return alike if len(alike) == len(values) else []
+    state = []
+    for value in entry.values():
+        if value is None or is_counter(value):
+            continue
+        elements = _elements(value, parameter) if isinstance(value, torch.Tensor) else None
+        if elements is None or elements.numel() != flat.numel():
+            return []
+        state.append(elements)
+    return state
 
 
 def is_counter(value: object) -> bool:
@@ -440,15 +454,13 @@ def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
     if tensor.shape != parameter.shape:
         return None
     if is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        is_alike = (
-            is_a(tensor, "torch.distributed.tensor", "DTensor")
-            and tensor.device_mesh == parameter.device_mesh
-        )
-        if (
-            not is_alike
-            or tensor.placements != parameter.placements
-            or any(each.is_partial() for each in tensor.placements)
-        ):
+        if not is_a(tensor, "torch.distributed.tensor", "DTensor"):
+            return None
+        if tensor.device_mesh != parameter.device_mesh:
+            return None
+        if tensor.placements != parameter.placements:
+            return None
+        if any(placement.is_partial() for placement in tensor.placements):
             return None
         tensor = tensor._local_tensor  # to_local() would record it for autograd
     if type(tensor) not in PLAIN_TYPES or not tensor.is_contiguous():
@@ -493,13 +505,13 @@ def allow(cls: type) -> type:
 
 
 def refusal(root: Any) -> str | None:
-    """Why the step of a registered optimizer cannot be made in parts, and what to do; None if it
+    """Why the step of a registered optimizer cannot be made in parts, with advice; None if it
     can."""
     objects, leaves = optimizers_in(root)
     inner = leaves[0].optimizer if len(leaves) == 1 else None
     instead = "use optimizer_in='train' or 'optimizer_step' for it"
-    around = [each for each in objects if each is not inner]
-    if inner is None or not all(map(_is_of_accelerate, around)) or stepped_for(objects):
+    wrappers = [wrapper for wrapper in objects if wrapper is not inner]
+    if inner is None or not all(map(_is_of_accelerate, wrappers)) or stepped_for(objects):
         return (
             f"{_name(root)} steps other optimizers by code of its own, which may need all their "
             f"state at once; {instead}"
@@ -519,17 +531,19 @@ def _is_of_accelerate(obj: object) -> bool:
 
 
 def refusal_now(optimizer: Any) -> str | None:
-    """Why the next step cannot be made in parts although the optimizer's can, and what to do; None
-    if it can."""
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if len(stepped) > len({id(p) for p in stepped}):
+    """Why the next step cannot be made in parts although the optimizer's can, with advice; None if
+    it can."""
+    stepped = list[Any]()
+    for group in optimizer.param_groups:
+        stepped += [parameter for parameter in group["params"] if parameter.grad is not None]
+    if len(stepped) > len({id(parameter) for parameter in stepped}):
         return (
             "a parameter stands twice in its groups, and would be stepped twice: give each "
             "parameter once, or use optimizer_in='train'"
         )
-    if any(p.grad.layout is not torch.strided for p in stepped):
+    if any(parameter.grad.layout is not torch.strided for parameter in stepped):
         return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
-    if any(type(p) not in PLAIN_TYPES and _reduces(p) for p in stepped):
+    if any(type(parameter) not in PLAIN_TYPES and _reduces(parameter) for parameter in stepped):
         return (
             "gradients have still to be summed over ranks (Partial), or are sharded otherwise than "
             "their parameters, so the step itself calls collectives, which ranks with other "
@@ -544,31 +558,28 @@ def refusal_now(optimizer: Any) -> str | None:
 def _reduces(parameter: Any) -> bool:
     """Whether a step of a sharded parameter calls collectives for its gradient. Of one that every
     rank has whole, it takes a part."""
-    mine = getattr(parameter, "placements", ())
-    theirs = getattr(parameter.grad, "placements", mine)
-    return any(
-        own != given and not given.is_replicate() for own, given in zip(mine, theirs, strict=True)
-    )
+    placements = getattr(parameter, "placements", ())
+    of_gradient = getattr(parameter.grad, "placements", placements)
+    for placement, placement_of_gradient in zip(placements, of_gradient, strict=True):
+        if placement != placement_of_gradient and not placement_of_gradient.is_replicate():
+            return True
+    return False
 
 
 def replaced_step(optimizer: Any) -> str | None:
-    """Why the optimizer's own method may do more than a step, and what to do; None if it does
-    nothing else. A learning rate scheduler replaces the method by one that tells it that there was
-    a step, and accelerate by the method itself."""
-    theirs = vars(optimizer).get("step")
-    is_own = getattr(theirs, "__func__", None) is type(optimizer).step
-    if (
-        theirs is None
-        or is_own
-        or (
-            hasattr(theirs, "_wrapped_by_lr_sched")
-            and inspect.unwrap(theirs) is inspect.unwrap(type(optimizer).step)
-        )
-    ):
+    """Why the optimizer's own method may do more than a step, with advice; None if it makes a step
+    alone. A learning rate scheduler replaces the method by one that tells it of the step, and
+    accelerate by the method itself."""
+    step = vars(optimizer).get("step")
+    step_of_class = type(optimizer).step
+    if step is None or getattr(step, "__func__", None) is step_of_class:
+        return None
+    is_scheduled = hasattr(step, "_wrapped_by_lr_sched")
+    if is_scheduled and inspect.unwrap(step) is inspect.unwrap(step_of_class):
         return None
     return (
-        f"something has replaced its step() by {getattr(theirs, '__qualname__', theirs)!r}, which "
-        "may do more than a step: undo that"
+        f"something has replaced its step() by {getattr(step, '__qualname__', step)!r}, which may "
+        "do more than a step: undo that"
     )
 
 
@@ -577,33 +588,33 @@ def _name(optimizer: Any) -> str:
 
 
 class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time, or for slices of one, in the
-    implementation (for-loop, foreach, fused) that torch would choose for all parameters of a group
-    together: another one may round differently. `parameters` have a gradient."""
+    """One step of an optimizer, made for a few parameters at a time, or for slices of one. It runs
+    in the implementation (for-loop, foreach, fused) that torch would choose for all parameters of a
+    group together, because another one may round differently. `parameters` have a gradient."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         # without the wrappers of torch's constructor (hooks, gradient mode)
         self._step = inspect.unwrap(type(optimizer).step)
         self._chosen = [_implementation(group) for group in optimizer.param_groups]
-        entries = [
-            (index, p)
-            for index, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        self._group_of = {id(p): index for index, p in entries}
-        self.parameters: Sequence[torch.Tensor] = [p for _, p in entries]
+        self._group_of: dict[int, int] = {}  # the index of a parameter's group, by its identity
+        self.parameters: list[torch.Tensor] = []
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._group_of[id(parameter)] = index
+                    self.parameters.append(parameter)
 
     def run(self, parts: Sequence[torch.Tensor | ParameterSlice]) -> None:
         """Step these parameters, and slices of parameters."""
-        slices = [each for each in parts if isinstance(each, ParameterSlice)]
-        whole = [each for each in parts if not isinstance(each, ParameterSlice)]
-        for each in slices:
-            self._step_slice(each)
-        if whole:
-            by_group = itertools.groupby(whole, key=lambda each: self._group_of[id(each)])
-            self._call([(index, [*those]) for index, those in by_group], self._optimizer.state)
+        by_group: dict[int, list[torch.Tensor]] = {}
+        for part in parts:
+            if isinstance(part, ParameterSlice):
+                self._step_slice(part)
+            else:
+                by_group.setdefault(self._group_of[id(part)], []).append(part)
+        if by_group:
+            self._call(by_group, self._optimizer.state)
 
     def _step_slice(self, part: ParameterSlice) -> None:
         """Step a slice with the same slice of the state. The counters themselves count once, with
@@ -616,18 +627,19 @@ class PartialStep:
                 state[key] = value if part.is_last else value.clone()
             else:
                 state[key] = None if value is None else part.of(value)
-        self._call([(self._group_of[id(part.parameter)], [stepped])], {stepped: state})
+        group = self._group_of[id(part.parameter)]
+        self._call({group: [stepped]}, {stepped: state})
 
     def _call(
         self,
-        parameters: Sequence[tuple[int, list[torch.Tensor]]],
+        parameters: Mapping[int, list[torch.Tensor]],
         state: Mapping[torch.Tensor, Any],
     ) -> None:
-        """Call the step function with parameters of these groups alone."""
-        groups = [
-            {**self._optimizer.param_groups[index], **self._chosen[index], "params": those}
-            for index, those in parameters
-        ]
+        """Call the step function with these parameters alone, by the index of their group."""
+        groups = []
+        for index, params in parameters.items():
+            group = self._optimizer.param_groups[index]
+            groups.append({**group, **self._chosen[index], "params": params})
         part = object.__new__(type(self._optimizer))
         vars(part).update(vars(self._optimizer), param_groups=groups, state=state)
         self._step(part)
@@ -638,6 +650,6 @@ def _implementation(group: dict[str, Any]) -> dict[str, bool]:
     the whole group."""
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return {}
-    stepped = [p for p in group["params"] if p.grad is not None]
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
     _, foreach = _default_to_fused_or_foreach(stepped, differentiable=False, use_fused=False)
     return {} if foreach else {"foreach": False}

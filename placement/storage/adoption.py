@@ -22,7 +22,7 @@ def start_saving(
     device: Device, slab: HostSlab, pieces: Iterable[tuple[torch.UntypedStorage, int, int, int]]
 ) -> None:
     """Start copying pieces of new storages to a slab: (storage, offset in it, offset in the slab,
-    bytes). What lies on another device is there when this returns."""
+    bytes). Pieces of storages on another device have arrived when this returns."""
     copies = []
     for storage, start, offset, nbytes in pieces:
         if storage.device == device.torch_device:
@@ -103,7 +103,8 @@ class Adoption:
 
     def _slab(self, nbytes: int, *, transient: bool, in_parts: bool) -> HostSlab:
         if transient:
-            spare, self.spare = self.spare, None
+            spare = self.spare
+            self.spare = None
             if spare and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
                 return spare
         reserved = self.reserved

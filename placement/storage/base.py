@@ -1,5 +1,5 @@
-"""The storage of a handle: where its bytes are, how many there are, and what a phase transition may
-ask of it.
+"""The storage of a handle: where its bytes are, how many there are, and the questions of a phase
+transition.
 
 Every handle has one `Storage` from registration to its end, of one of four kinds. (A storage
 without more words is one of torch's.)
@@ -62,7 +62,7 @@ class Storage(abc.ABC):
     @property
     def unadopted_bytes(self) -> int:
         """The part of `resident_bytes` in torch's own memory, which gets a place in a range at the
-        next offload: as of the last measurement, without what was dropped since."""
+        next offload: as of the last measurement, without storages that have died since."""
         return self.unadopted.nbytes
 
     @abc.abstractmethod
@@ -105,8 +105,8 @@ class Storage(abc.ABC):
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the host copy, and of what is reserved for state that is not created yet, that
-        are in files (`Settings.disk_directory`)."""
+        """Bytes of the host copy, with the part that is reserved for state that is not created yet,
+        in files (`Settings.disk_directory`)."""
         return 0
 
     @property
@@ -124,8 +124,9 @@ class Storage(abc.ABC):
     born_bytes = 0
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
-        """Update `kept_by_framework`; for an audit also with what is found only by looking
-        everywhere."""
+        """Update `kept_by_framework`.
+        `everywhere`: also with memory that only a search of the whole object finds, for an
+        audit."""
 
     def measure(self) -> None:
         """Update the figures that change without placement. It is called at every phase transition,
@@ -163,9 +164,9 @@ class Storage(abc.ABC):
     def read_host(
         self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
     ) -> torch.Tensor | None:
-        """A tensor of the same form over its bytes in the host copy, for somebody who only reads
-        it, before it changes or under a lock of `lend_host_copy`. None for a tensor that the host
-        copy does not have now. While loaded it is right after `mirror`.
+        """A tensor of the same form over its bytes in the host copy. The caller only reads it,
+        before it changes or under a lock of `lend_host_copy`. None for a tensor that the host copy
+        does not have now. While the object is loaded, it is right after `mirror`.
         `storages`: the storages that were made for the same reader, by address. Tensors that shared
         a storage share one again."""
         return None
@@ -182,18 +183,17 @@ class Storage(abc.ABC):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        """Whether a handle in this state needs no repair: no interrupted move has left anything
-        half done."""
+        """Whether a handle in this state needs no repair: no interrupted move is left half done."""
         return True
 
     def check(self, name: str, state: State) -> None:
-        """Raise IntegrityError, with the numbers, if what is declared and what is measured
+        """Raise IntegrityError, with the numbers, if the declared and the measured figures
         disagree."""
 
     @property
     def leftovers(self) -> str | None:
-        """Words for what is on the device now, for a handle that should not be there; None where
-        nothing is."""
+        """Words for the bytes that a handle has on the device although it should have none; None
+        where there are none."""
         return None
 
     # --- the end
@@ -221,8 +221,8 @@ class ExternalStorage(Storage):
     `adapter`: finds the object's tensors; `adapter.external` says which feature of the framework
     places them."""
 
-    # always true: the framework places the bytes. The handle's states say what the user may do, not
-    # where the bytes are.
+    # always true: the framework places the bytes. The handle's states say how the object may be
+    # used, not where the bytes are.
     on_device = True
 
     def __init__(self, adapter: Adapter) -> None:
@@ -235,7 +235,9 @@ class ExternalStorage(Storage):
         return 0, self._measured_bytes, 0
 
     def measure(self) -> None:
-        storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
-        self._measured_bytes = sum(
-            {each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values()
-        )
+        sizes = dict[int, int]()  # by storage, because tensors may share one
+        for owned in self._adapter.owned():
+            storage = owned.tensor.untyped_storage()
+            if storage.device.type != "cpu":
+                sizes[storage._cdata] = storage.nbytes()
+        self._measured_bytes = sum(sizes.values())

@@ -45,24 +45,34 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return kernel.run(words, sizes)
 
 
-def differing(known: torch.Tensor | None, found: torch.Tensor, first: int = 0) -> list[int]:
-    """The numbers of the chunks whose bytes differ from those of which fingerprints are known; all
-    where none are. `known`, `found`: fingerprints of the same chunks, int64 on the CPU.
+def differing(
+    earlier: torch.Tensor | None,
+    prints: torch.Tensor,
+    first: int = 0,
+) -> list[int]:
+    """The numbers of the chunks whose fingerprints differ from earlier ones; all chunks where there
+    are no earlier ones.
+    `earlier`, `prints`: fingerprints of the same chunks, int64 on the CPU.
     `first`: the number of the first chunk."""
-    places = range(len(found)) if known is None else (known != found).nonzero().flatten().tolist()
-    return [first + index for index in places]
+    if earlier is None:
+        return list(range(first, first + len(prints)))
+    indices = (earlier != prints).nonzero().flatten()
+    return [first + index for index in indices.tolist()]
 
 
 def _by_torch(words: torch.Tensor, sizes: Sequence[int], block_words: int) -> torch.Tensor:
     """The definition of fingerprints. It takes two buffers of `block_words` words."""
     block_words = min(block_words, max(sizes) // 8)
-    keys = torch.arange(1, block_words + 1, dtype=torch.int64, device=words.device).mul_(_STEP)
-    buffer, shifted = torch.empty_like(keys), torch.empty_like(keys)
+    keys = torch.arange(1, block_words + 1, dtype=torch.int64, device=words.device)
+    keys.mul_(_STEP)
+    buffer = torch.empty_like(keys)
+    shifted = torch.empty_like(keys)
     prints = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)
     for index, piece in enumerate(words.split([size // 8 for size in sizes])):
         for start in range(0, len(piece), block_words):
             block = piece[start : start + block_words]
-            mixed, bits = buffer[: len(block)], shifted[: len(block)]
+            mixed = buffer[: len(block)]
+            bits = shifted[: len(block)]
             torch.add(block, keys[: len(block)], out=mixed)
             mixed.add_(_wrapped(start * _STEP))
             _xor_shifted(mixed, 30, bits).mul_(_MIX_1)

@@ -1,10 +1,9 @@
 """Places of storages in a new range, and how tensors are pointed there and back.
 
-The unit is the storage: everything that points into it (views, tied weights, saved tensors of a
-live graph, references held in C++) follows. The device's `Adopter` chooses the way for each
-storage. The way "rebind" (a storage born on the CPU, for an accelerator) gives each known tensor a
-new storage; a tensor that nobody named would stay behind, so it is refused. Everything here runs
-outside inference mode.
+The unit is the storage: all of its users (views, tied weights, saved tensors of a live graph,
+references held in C++) follow. The device's `Adopter` chooses the way for each storage. The way
+"rebind" (a storage born on the CPU, for an accelerator) gives each known tensor a new storage. An
+unknown tensor would stay behind, so it is refused. All functions here run outside inference mode.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from placement.core.errors import RegistrationError
 from placement.devices import base
 from placement.devices.base import Adopter, Device, Way
 from placement.devices.memory import Addresses
+from placement.tensors.alive import storage_use_count
 from placement.tensors.plain import Owned, as_lazy_as
 
 ALIGNMENT = 512  # the alignment of storages, in bytes from the beginning of a range
@@ -37,14 +37,13 @@ class Adoptee(NamedTuple):
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
-        """Tensors of which the aliases are views and that nobody names. Autograd keeps them as long
-        as the view (FSDP2's padded shard)."""
+        """Tensors without a name of which the aliases are views. Autograd keeps them as long as the
+        view (FSDP2's padded shard)."""
         named = {id(alias) for alias in self.aliases}
-        bases = {
-            id(base): base
-            for alias in self.aliases
-            if (base := alias._base) is not None and id(base) not in named
-        }
+        bases = dict[int, torch.Tensor]()
+        for alias in self.aliases:
+            if alias._base is not None and id(alias._base) not in named:
+                bases[id(alias._base)] = alias._base
         return tuple(bases.values())
 
     @property
@@ -69,29 +68,29 @@ class RangeLayout:
         self._adoptees = tuple(adoptees)
         adopter = device.adopter
         self.sizes = tuple(adoptee.nbytes for adoptee in adoptees)
-        # how each gets there
-        self.ways: tuple[Way, ...] = tuple(adopter.way(adoptee.storage) for adoptee in adoptees)
+        # how each adoptee gets there
+        self.ways: Sequence[Way] = [adopter.way(adoptee.storage) for adoptee in adoptees]
         for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(adoptee)
         adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
-        pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
-        pooled_sizes = [self.sizes[i] for i in pooled]
-        used = adopter.pooled_bytes(pooled_sizes)
-        places, self.nbytes = packed(
-            [0 if way == "pool" else size for way, size in zip(self.ways, self.sizes, strict=True)],
-            used,
-        )
+        pooled = [index for index, way in enumerate(self.ways) if way == "pool"]
+        pooled_sizes = [self.sizes[index] for index in pooled]
+        sizes_behind_pool = [*self.sizes]
+        for index in pooled:
+            sizes_behind_pool[index] = 0
+        offsets, self.nbytes = packed(sizes_behind_pool, adopter.pooled_bytes(pooled_sizes))
         self.addresses: Addresses = (reserve or device.reserve)(self.nbytes)
         device.unmap(self.addresses, self.nbytes)  # puts poison there
         self._pool: Any = None
-        self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
+        # by an adoptee's index: its number in the pool
+        self._pool_numbers = {index: number for number, index in enumerate(pooled)}
         if pooled:
             self._pool = adopter.pool(self.addresses, pooled_sizes, self)
-            for i, index in self._pool_index.items():
-                places[i] = self._pool.offsets.get(index, 0)
+            for index, number in self._pool_numbers.items():
+                offsets[index] = self._pool.offsets.get(number, 0)
         # the place of each adoptee, in bytes from `addresses.base`
-        self.offsets: tuple[int, ...] = tuple(places)
+        self.offsets: tuple[int, ...] = tuple(offsets)
 
     def move_in(self) -> None:
         """Point every adoptee to its place and drop its old memory. The caller has saved the bytes.
@@ -102,7 +101,7 @@ class RangeLayout:
                 continue
             storage = adoptee.storage
             if way == "pool" and self._pool is not None:
-                self._pool.take(self._pool_index[index], storage)
+                self._pool.take(self._pool_numbers[index], storage)
                 continue
             home = self._device.view(self.addresses, offset, nbytes).untyped_storage()
             if way == "rebind":
@@ -140,7 +139,10 @@ def chunk_sizes(device: Sizing, nbytes: int) -> tuple[int, ...]:
     return (device.chunk_bytes,) * whole + ((tail,) if tail else ())
 
 
-def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
+def packed(
+    sizes: Sequence[int],
+    start: int = 0,
+) -> tuple[list[int], int]:
     """Aligned offsets for these sizes, one after the other from `start`, and the end of the
     last."""
     offsets = []
@@ -169,13 +171,9 @@ def _refuse_unknown(adoptee: Adoptee) -> None:
                 f"tensor (layout {alias.layout}), or a lazily conjugated or negated view. Move the "
                 "object to the device before you register it."
             )
-    # One reference from each tensor and one from the Python object of the storage.
-    surplus = (
-        int(torch._C._storage_Use_Count(adoptee.storage._cdata))
-        - len(named)
-        - len(adoptee.bases)
-        - 1
-    )
+    # one reference from each tensor, and one from the Python object of the storage
+    num_known = len(named) + len(adoptee.bases) + 1
+    surplus = storage_use_count(adoptee.storage._cdata) - num_known
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(
@@ -199,18 +197,22 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
+    """A tensor of this form over a storage."""
     dtype, offset, size, stride = form
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, size, stride)
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    return over(storage, (torch.uint8, 0, torch.Size((storage.nbytes(),)), (1,)))
+    """A storage's bytes: uint8, one-dimensional."""
+    size = torch.Size((storage.nbytes(),))
+    return over(storage, (torch.uint8, 0, size, (1,)))
 
 
 def point(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> None:
     """Point one tensor to a part of a storage by `.data =`. It stays an inference tensor if it is
     one."""
-    # torch gives an inference tensor nothing but another one's data
+    # an inference tensor takes only the data of another one
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.data = as_lazy_as(tensor, over(home, form))
 
@@ -224,8 +226,8 @@ def point_all(tensors: Iterable[torch.Tensor], home: torch.UntypedStorage) -> No
 
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
-    """Give a storage, for everybody who uses it, the memory of another one of any size. False where
-    torch cannot."""
+    """Give a storage the memory of another one of any size, for all of its users. False where torch
+    cannot."""
     if storage.device != home.device or not base.can_swap():
         return False
     # torch swaps only storages of one size, or with an empty one
@@ -240,13 +242,13 @@ def move_out(
     storage: torch.UntypedStorage,
     aliases: Sequence[torch.Tensor],
     target: torch.device,
-    now: torch.Tensor,
+    content: torch.Tensor,
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the
     target is the range's own device, every user of the storage follows. Otherwise `aliases` are
     pointed to the new memory, and a tensor that is not among them stays in the range.
-    `now`: the bytes, uint8, of the storage's size.
+    `content`: the bytes, uint8, of the storage's size.
     `homes`: the new memory of each storage, by its old address, for calls that name other aliases
     of the same storage."""
     nbytes = storage.nbytes()
@@ -255,12 +257,12 @@ def move_out(
     follows = storage.device == target == device.torch_device
     if follows and device.adopter.way(storage) == "pool":
         device.adopter.reallocate(storage)
-        byte_view(storage).copy_(now)
+        byte_view(storage).copy_(content)
         return
     home = homes.get(storage.data_ptr())
     if home is None:
         home = torch.UntypedStorage(nbytes, device=target)
-        byte_view(home).copy_(now)
+        byte_view(home).copy_(content)
     if not (follows and exchange(storage, home)):
         homes[storage.data_ptr()] = home
         point_all(aliases, home)

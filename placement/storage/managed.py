@@ -2,8 +2,8 @@
 are read meanwhile.
 
 One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one
-decision: setting it commits a move. What is true of each page is in the page tables of its ranges.
-After a failure the bytes are complete on the side that the decision names, and `make_consistent`
+decision: setting it commits a move. The facts about each page are in the page tables of its ranges.
+After a failure the bytes are complete on the side that the decision names. `make_consistent`
 settles every page there and brings the tensors in line.
 
 Four announcements tell of a move: leaving, left, coming, came (`watch/announcements.py`).
@@ -53,7 +53,7 @@ _SAVED_TOGETHER = 4
 
 
 class ManagedStorage(Storage):
-    """The bytes of one object, which come and go, and what the object owns outside of its
+    """The bytes of one object, which come and go, and the storages that it owns outside of its
     ranges."""
 
     can_prefetch = True
@@ -84,7 +84,7 @@ class ManagedStorage(Storage):
         self.offloaded_timestamp_seconds = time.time()
         # left before the first change of a move, and set again at the end of `make_consistent`
         self.stage = Stage.SETTLED
-        # cleared while an offload hides. Who is to be shown the host copy waits for it.
+        # cleared while an offload hides. A reader of the host copy waits for it.
         self.host_has_newest = threading.Event()
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
@@ -101,7 +101,7 @@ class ManagedStorage(Storage):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an `unadopt` has begun and not ended. It must be called again before anything
+        """Whether an `unadopt` has begun and not ended. It must be called again before the object
         moves."""
         return self.stage is Stage.LEAVING
 
@@ -144,13 +144,13 @@ class ManagedStorage(Storage):
         return sum(r.host.pageable_bytes for r in self.ranges)
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
-        kept = [*self.adapter.kept_by_framework()]
+        memory = [*self.adapter.kept_by_framework()]
         for name, tensor in self.adapter.unmoved() if everywhere else ():
-            is_here = tensor.device == self.device.torch_device
-            if is_here and RANGES.owner_of(tensor.data_ptr()) is None:
+            is_on_device = tensor.device == self.device.torch_device
+            if is_on_device and RANGES.owner_of(tensor.data_ptr()) is None:
                 words = f"{name}, which is no part of its state and not moved,"
-                kept.append((words, tensor.untyped_storage().nbytes()))
-        self.kept_by_framework = tuple(kept)
+                memory.append((words, tensor.untyped_storage().nbytes()))
+        self.kept_by_framework = tuple(memory)
 
     def measure(self) -> None:
         """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created
@@ -160,7 +160,8 @@ class ManagedStorage(Storage):
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
     def measure_unadopted(self) -> None:
-        if (unadopted := self.scanner.unadopted()) is not None:
+        unadopted = self.scanner.unadopted()
+        if unadopted is not None:
             self.unadopted = unadopted
             self.look_at_unborn()
             self.look_at_framework_memory()
@@ -170,7 +171,8 @@ class ManagedStorage(Storage):
         second time."""
         self._num_entries = self.adapter.num_entries()
         self.adapter.follow_param_groups()
-        self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
+        self.unborn_bytes = self._measure_unborn()
+        self.born_bytes = 0
 
     def _measure_unborn(self) -> int:
         sizes = self.adapter.unborn_sizes()
@@ -179,9 +181,10 @@ class ManagedStorage(Storage):
     def follow_param_groups(self) -> bool:
         """Update `unborn_bytes` of an offloaded optimizer that steps other parameters than before.
         Returns whether it is one."""
-        if is_changed := not self.on_device and self.adapter.follow_param_groups():
-            self.look_at_unborn()
-        return is_changed
+        if self.on_device or not self.adapter.follow_param_groups():
+            return False
+        self.look_at_unborn()
+        return True
 
     # --- checks
 
@@ -196,7 +199,7 @@ class ManagedStorage(Storage):
         )
 
     def check(self, name: str, state: State) -> None:
-        """Compare the memory behind the ranges with what the state needs: every chunk on the
+        """Compare the memory behind the ranges with the need of the state: every chunk on the
         device, or none."""
         if state is State.CPU_OFFLOADED and self.on_device:
             raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
@@ -204,16 +207,13 @@ class ManagedStorage(Storage):
             self.on_device or not self._may_stream(state)
         )
         for number, r in enumerate(self.ranges):
-            sizes = tuple(
-                chunk.nbytes
-                for index in r.pages.at(Behind.OWN)
-                if (chunk := r.pages.table[index].memory) is not None
-            )
-            wanted = r.pages.needed_sizes if is_needed else ()
-            if sizes != wanted:
+            pages = [r.pages.table[index] for index in r.pages.at(Behind.OWN)]
+            sizes = tuple(page.memory.nbytes for page in pages if page.memory is not None)
+            needed_sizes = r.pages.needed_sizes if is_needed else ()
+            if sizes != needed_sizes:
                 raise IntegrityError(
                     f"{name!r} is {state}, so range {number} of {r.nbytes} bytes needs chunks "
-                    f"{wanted} behind it, but has {sizes}"
+                    f"{needed_sizes} behind it, but has {sizes}"
                 )
             if r.host.nbytes < r.nbytes:
                 raise IntegrityError(
@@ -227,8 +227,8 @@ class ManagedStorage(Storage):
 
     @property
     def leftovers(self) -> str | None:
-        left = self.resident_bytes - self.prefetched_bytes
-        return f"{left:,} bytes on the device" if left else None
+        nbytes = self.resident_bytes - self.prefetched_bytes
+        return f"{nbytes:,} bytes on the device" if nbytes else None
 
     def stray_references(self) -> dict[str, int]:
         return stray_references(self.ranges, self.adapter.lasting_gradients())
@@ -236,7 +236,8 @@ class ManagedStorage(Storage):
     def count_uses(self) -> None:
         """Count once the references that each new storage has by right, and note its version
         counter. Called when placement itself holds none of them."""
-        if new := uncounted(self.ranges):
+        new = uncounted(self.ranges)
+        if new:
             # Since the last look rebinding has given tensors another storage, which has not been
             # written yet.
             self.object_ranges.note_more_versions(self.scanner.versions_now())
@@ -249,14 +250,15 @@ class ManagedStorage(Storage):
 
     def lend_host_copy(self) -> threading.Event:
         """Lock the host copy until the event is set, by any thread: another thread reads it, such
-        as the writer of a checkpoint. What would overwrite it or give it up waits; a load does not,
-        because it only reads. Only the thread that moves the object lends and waits."""
-        lock = threading.Event()
-        self._host_readers = [*(each for each in self._host_readers if not each.is_set()), lock]
-        return lock
+        as the writer of a checkpoint. A step that would overwrite it or give it up waits. A load
+        does not wait, because it only reads. Only the thread that moves the object lends and
+        waits."""
+        self._host_readers = [lock for lock in self._host_readers if not lock.is_set()]
+        self._host_readers.append(threading.Event())
+        return self._host_readers[-1]
 
     def wait_for_host_readers(self) -> None:
-        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it
+        """Wait until no other thread reads the host copy. If interrupted, every lock stays as it
         is."""
         for lock in self._host_readers:
             while not lock.wait(_GLANCE_SECONDS):
@@ -275,7 +277,8 @@ class ManagedStorage(Storage):
     def read_host(
         self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] | None = None
     ) -> torch.Tensor | None:
-        if is_on_host := self.is_on_host:
+        is_on_host = self.is_on_host
+        if is_on_host:
             place = self.state_dict_tensors.place_of(tensor)
         else:
             place = self.object_ranges.find(tensor)
@@ -285,19 +288,21 @@ class ManagedStorage(Storage):
         if not is_on_host and (r.transient or r.moving_in is not None):
             return None
         r.pages.wait_until_saved()
-        address, made = r.host.address + offset, {} if storages is None else storages
-        if address not in made:
-            made[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
-        return over(made[address], form_of(tensor))
+        address = r.host.address + offset
+        storages = {} if storages is None else storages
+        if address not in storages:
+            content = r.view(offset, tensor.untyped_storage().nbytes())
+            storages[address] = content.untyped_storage()
+        return over(storages[address], form_of(tensor))
 
     def show_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor of the same form over its bytes in the host copy, for somebody who may also
+        """A tensor of the same form over its bytes in the host copy, for a caller who may also
         write there, now or later: it follows all moves. None while the values are on the device,
         and for a tensor without a place."""
         if self.is_on_host and self.has_place(tensor):
             self.host_has_newest.wait()
             self.make_host_copies_own()
-        return self.state_dict_tensors.show(tensor) if self.is_on_host else None
+        return self.state_dict_tensors.lend_from_host(tensor) if self.is_on_host else None
 
     def make_host_copies_own(self) -> None:
         """Called before the host copy is shown to a caller who may write there."""
@@ -332,9 +337,9 @@ class ManagedStorage(Storage):
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device. Raises
-        RegistrationError, before anything changes: some of it cannot be moved."""
+        RegistrationError, before anything changes: a tensor cannot be moved."""
         born = self.scanner.rescan()
-        self.adapter.check(owned for adoptee in born.new for owned in adoptee.owned)
+        self.adapter.check(itertools.chain.from_iterable(adoptee.owned for adoptee in born.new))
         if any(True for _ in self.adapter.sparse()):
             born = self.scanner.rescan(movable=True)
         self.scanner.note_places(born)
@@ -347,8 +352,8 @@ class ManagedStorage(Storage):
     def adopt_shared(
         self, adoptees: Sequence[Adoptee]
     ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
-        """Adopt, at registration, what ranks share: see `ReplicatedStorage`. Returns its ranges,
-        and the storages that are left."""
+        """Adopt, at registration, the storages that ranks share: see `ReplicatedStorage`. Returns
+        their ranges, and the other storages."""
         return [], adoptees
 
     def take_in(self, born: Scan, *, in_parts: bool = False) -> tuple[Range, ...]:
@@ -385,25 +390,28 @@ class ManagedStorage(Storage):
         self.adoption.reserve(sizes, num_ranges)
         self.look_at_unborn()
 
-    def take_in_leaving(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Before an offload: take in new storages (`drops`: not gradients). They move in with the
-        commit. Returns ranges, and if any is not transient."""
+    def take_in_leaving(
+        self,
+        *,
+        drops_gradients: bool,
+    ) -> tuple[tuple[Range, ...], bool]:
+        """Before an offload: take in new storages, without gradients that it drops. They move in
+        with the commit. Returns their ranges, and whether any is not transient."""
         # in a call of its own: no variable here refers to a storage when uses are counted
-        fresh, any_lasts = self._take_in_leaving(drops)
+        fresh, any_lasts = self._take_in_leaving(drops_gradients)
         # Counted here because the link is busy now. If there are none now, the commit, when the
         # link is idle, need not look again.
-        self._offload.may_have_stray_references = bool(self.state_dict_tensors) or bool(
-            self.stray_references()
-        )
+        if not self.state_dict_tensors and not self.stray_references():
+            self._offload.may_have_stray_references = False
         return fresh, any_lasts
 
-    def _take_in_leaving(self, drops: bool) -> tuple[tuple[Range, ...], bool]:
+    def _take_in_leaving(self, drops_gradients: bool) -> tuple[tuple[Range, ...], bool]:
         scan = self.scanner.rescan(movable=True)
         self.scanner.note_places(scan)
         self.object_ranges.note_versions(self.scanner.versions)
         self._offload = Offload(relocated=scan.relocated)
         born = scan.with_relocated()
-        if drops:
+        if drops_gradients:
             born = born._replace(transient=self.gradients.besides(born.transient))
         self.state_dict_tensors.take_over({adoptee.storage._cdata for adoptee in born.new})
         return self.take_in(born), bool(born.lasting)
@@ -413,11 +421,15 @@ class ManagedStorage(Storage):
         on the CPU). Returns their ranges."""
         fresh: tuple[Range, ...] = ()
         if self.watch.has_new:
-            here, away = self.scanner.rescan().split(self.device.torch_device)
-            fresh = self.take_in(away)
-            self.move_in(fresh)
-            self.unadopted = Unadopted.of([adoptee.storage for adoptee in here])
+            scan = self.scanner.rescan()
+            device = self.device.torch_device
+            fresh = self.take_in(scan.new_beside(device))
+            storages = [adoptee.storage for adoptee in scan.new]
+            self.unadopted = Unadopted.of(
+                [storage for storage in storages if storage.device == device]
+            )
         if fresh:
+            self.move_in(fresh)
             self.scanner.align_wrappers()
             # the load may fail and be tried again
             self.object_ranges.note_more_versions(self.scanner.versions_now())
@@ -430,13 +442,11 @@ class ManagedStorage(Storage):
         state stays in torch's memory, and the next step tries again.
         `besides`: storages (`_cdata`) to leave out: those of which copies are under way, and those
         that the step has still to use."""
-        created = [
-            adoptee
-            for adoptee in self.scanner.rescan().lasting
-            if adoptee.storage._cdata not in besides
-        ]
+        new = self.scanner.rescan().lasting
+        created = [adoptee for adoptee in new if adoptee.storage._cdata not in besides]
         try:
-            return next(iter(self.take_in(Scan(created), in_parts=True)), None)
+            fresh = self.take_in(Scan(created), in_parts=True)
+            return fresh[0] if fresh else None
         except HostMemoryError as error:
             logger.warning(
                 "%s: new optimizer state stays on the device until host memory is free: %s",
@@ -450,8 +460,10 @@ class ManagedStorage(Storage):
         straight into the host copy."""
         if self.on_device:
             self.measure_unadopted()
+            return
         # no variable here refers to a storage when uses are counted
-        elif fresh := self.take_in(Scan(self.scanner.rescan().lasting)):
+        fresh = self.take_in(Scan(self.scanner.rescan().lasting))
+        if fresh:
             self.device.sync()
             self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, *fresh))
@@ -470,25 +482,26 @@ class ManagedStorage(Storage):
                 self.watch.expect(self.scanner.rescan())
 
     def dead(self) -> list[Range]:
-        """The ranges that nobody uses: every adopted storage has died, and no state dict that was
+        """The ranges without users: every adopted storage has died, and no state dict that was
         loaded back has left a tensor there."""
-        if dead := [r for r in self.ranges if not r.is_alive]:
+        dead = [r for r in self.ranges if not r.is_alive]
+        if dead:
             tensors = (*(owned.tensor for owned in self.adapter.owned()), *BORROWED)
-            used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
-            dead = [r for r in dead if not r.has_any(used)]
+            addresses = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            dead = [r for r in dead if not r.has_any(addresses)]
         return dead
 
-    def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory
+    def drop(self, ranges: Sequence[Range], chunk_pool: ChunkPool) -> None:
+        """Drop ranges. They leave `self.ranges` last, so that a failure loses no range with memory
         behind it."""
-        if not gone:
+        if not ranges:
             return
-        self.state_dict_tensors.leave_ranges(gone)
-        for r in gone:
+        self.state_dict_tensors.leave_ranges(ranges)
+        for r in ranges:
             r.pages.discard(chunk_pool)
             r.pages.vacate(range(len(r.chunk_sizes)), chunk_pool)
-        out = set(gone)
-        self.set_ranges(tuple(r for r in self.ranges if r not in out))
+        dropped = set(ranges)
+        self.set_ranges(tuple(r for r in self.ranges if r not in dropped))
 
     # --- moving: the steps of an `Exchange`, in order
 
@@ -497,8 +510,8 @@ class ManagedStorage(Storage):
         the object is back. A call that another thread is in goes on, and reads poison once the
         memory has gone."""
         self.stage = Stage.BEGUN
-        for tell in self.announce.leaving:
-            tell()
+        for listener in self.announce.leaving:
+            listener()
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
         """Begin a move; an offload after `begin_leaving`, with the device idle. From here to the
@@ -509,10 +522,11 @@ class ManagedStorage(Storage):
         if self.on_device:
             self._begin_offload(chunk_pool)
             return
-        if dead := self.dead():
+        dead = self.dead()
+        if dead:
             self.watch.scan()  # a dead range may have the values of tensors that were replaced
-        for tell in self.announce.coming:
-            tell()
+        for listener in self.announce.coming:
+            listener()
         self.stage = Stage.BEGUN
         for r in self.ranges:
             r.pages.discard_unusable(chunk_pool)
@@ -523,7 +537,7 @@ class ManagedStorage(Storage):
         for r in self.ranges:
             r.pages.note_idle()
         self.adapter.ready()
-        # inside an autocast region it holds half-precision copies of weights, which would stay
+        # inside an autocast region the cache has half-precision copies of weights, which would stay
         torch.clear_autocast_cache()
         self.state_dict_tensors.disown_live(self.adapter)
         dead = self.dead()
@@ -532,29 +546,28 @@ class ManagedStorage(Storage):
         self.adoption.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
         self.drop(dead, chunk_pool)
 
-    def hide(self, r: Range, indices: Sequence[int]) -> bool:
-        """Put the memory of leaving pages aside. Returns False, with no page moved, where somebody
-        has got tensors of a state dict meanwhile: they would read poison until `save_aside`, which
-        has to follow either way."""
+    def try_to_hide(self, r: Range, indices: Sequence[int]) -> bool:
+        """Put the memory of leaving pages aside. Returns False, with no page moved, where tensors
+        of a state dict were handed out meanwhile: they would read poison until `save_aside`, which
+        has to follow either way. Readers of the host copy wait for it."""
         self.host_has_newest.clear()
         self.stage = Stage.HIDING
-        self.state_dict_tensors.num_pointings += 1  # what is handed out at this moment waits, too
-        if is_unseen := not self.state_dict_tensors:
-            r.pages.hide(indices)
-        return is_unseen
+        # tensors that are handed out at this moment wait, too
+        self.state_dict_tensors.num_pointings += 1
+        if self.state_dict_tensors:
+            return False
+        r.pages.hide(indices)
+        return True
 
     def save_aside(self) -> None:
-        """Start saving what stays aside. Called after all of it has moved, because the driver is
-        quick only while the link is idle."""
+        """Start saving the pages that stay aside. Called after all of them have moved, because the
+        driver is quick only while the link is idle."""
         for r in self.ranges:
-            unsaved = [
-                index
-                for index in r.pages.at(Behind.ASIDE)
-                if r.pages.table[index].newest is Side.DEVICE
-            ]
+            pages = r.pages.at(Behind.ASIDE)
+            unsaved = [index for index in pages if r.pages.table[index].newest is Side.DEVICE]
             for start in range(0, len(unsaved), _SAVED_TOGETHER):
                 r.pages.save(unsaved[start : start + _SAVED_TOGETHER])
-        if self.stage is Stage.HIDING:  # from here on, what was hidden is as good as vacated
+        if self.stage is Stage.HIDING:  # from here on, a hidden page is as good as a vacated one
             self.stage = Stage.VACATING
         self.host_has_newest.set()
 
@@ -570,15 +583,15 @@ class ManagedStorage(Storage):
         # an offload that broke off: only these pages may have the bytes
         if self.on_device or not self.is_consistent:
             return 0
-        given = 0
+        nbytes = 0
         for r in self.ranges:
-            kept = set[int]()
+            staying = set[int]()
             for index in r.pages.at(Behind.ASIDE):
                 keep_bytes -= r.chunk_sizes[index]
                 if keep_bytes >= 0:
-                    kept.add(index)
-            given += r.pages.discard(chunk_pool, keep=kept.__contains__)
-        return given
+                    staying.add(index)
+            nbytes += r.pages.discard(chunk_pool, keep=staying.__contains__)
+        return nbytes
 
     def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way
@@ -589,7 +602,7 @@ class ManagedStorage(Storage):
             self.stage = Stage.VACATING
             self._show_host_copy()
             if self.state_dict_tensors:
-                self.device.sync()  # for what it has begun to read where they were
+                self.device.sync()  # reads that have begun at the old place end
         r.pages.vacate(indices, chunk_pool)
 
     def _show_host_copy(self) -> None:
@@ -606,7 +619,7 @@ class ManagedStorage(Storage):
         prints: Sequence[tuple[Range, torch.Tensor]],
         dropped: tuple[Range, ...] | None = None,
     ) -> MoveResult:
-        """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray
+        """Commit an offload whose bytes are all in the slabs. Returns its findings: stray
         references and relocated storages.
         `fresh`: ranges of the new storages.
         `prints`: the new fingerprints of the slabs.
@@ -622,11 +635,10 @@ class ManagedStorage(Storage):
         self._offload.dropped = dropped
         self.stage = Stage.VACATING  # also where nothing had memory
         self.on_device = False
-        brought_back = [
-            entry.name
-            for _, entry, adoptee in self._offload.relocated
-            if adoptee.nbytes == entry.nbytes
-        ]
+        brought_back = []
+        for _, entry, adoptee in self._offload.relocated:
+            if adoptee.nbytes == entry.nbytes:
+                brought_back.append(entry.name)
         return MoveResult(
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
@@ -636,16 +648,16 @@ class ManagedStorage(Storage):
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
-            # also of a readonly object: what was written into a state dict is its value now
+            # also of a readonly object: values written into a state dict are its own now
             if r.pages.prints is None or r.is_shown:
                 r.pages.prints = r.fingerprint(0, len(r.chunk_sizes))
             r.is_shown = False
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Finish a move that was committed, or undo one that was not: bring everything in line with
-        `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had back,
-        the rest of the object is offloaded, too."""
+        """Finish a move that was committed, or undo one that was not: bring all tensors in line
+        with `on_device`. Idempotent. If an unfinished offload gave up memory that cannot be had
+        back, the rest of the object is offloaded, too."""
         if self.stage is Stage.SETTLED:
             return
         if self.on_device:
@@ -658,11 +670,12 @@ class ManagedStorage(Storage):
             # any reader is shown the side that was decided on from here on
             self.stage = Stage.BEGUN
         if self.on_device:
-            for tell in self.announce.came:
-                tell()
+            for listener in self.announce.came:
+                listener()
         else:
             self._leave_device(chunk_pool)
-        self._offload, self.adoption.spare = Offload(), None
+        self._offload = Offload()
+        self.adoption.spare = None
         self.state_dict_tensors.moving_in = frozenset()
         self.stage = Stage.SETTLED
 
@@ -687,11 +700,10 @@ class ManagedStorage(Storage):
         for index, page in enumerate(r.pages.table):
             if page.newest is not Side.DEVICE:
                 continue
-            is_clean = keeps_host_copy or (
-                host_prints is not None
-                and page.behind is Behind.OWN
-                and bool(r.fingerprint(index, index + 1).cpu()[0] == host_prints[index])
-            )
+            is_clean = keeps_host_copy
+            if not is_clean and host_prints is not None and page.behind is Behind.OWN:
+                prints = r.fingerprint(index, index + 1).cpu()
+                is_clean = torch.equal(prints[0], host_prints[index])
             if is_clean:
                 r.pages.note_clean((index,))
             else:
@@ -702,7 +714,8 @@ class ManagedStorage(Storage):
     def _leave_device(self, chunk_pool: ChunkPool) -> None:
         """Have every page on the host, and the tensors in line: of a committed offload, a load that
         failed, or a streamed step."""
-        if (dropped := self._offload.dropped) is not None:
+        dropped = self._offload.dropped
+        if dropped is not None:
             self.gradients.drop(zero_buffers=False)
             staying = self.gradients.zero_lasting(dropped)
             for r in staying:
@@ -724,8 +737,8 @@ class ManagedStorage(Storage):
         for r, entry, _ in self._offload.relocated:  # which have moved to new places
             r.forget(entry)
         self._offload.relocated = ()
-        for tell in self.announce.left:
-            tell()
+        for listener in self.announce.left:
+            listener()
         self.unadopted = Unadopted()
         self.look_at_unborn()
         self.adapter.drop_caches()
@@ -734,7 +747,8 @@ class ManagedStorage(Storage):
     def _take_in_created(self) -> None:
         """Give state that a streamed step has created its place, wherever the step stopped."""
         with without_modes():
-            if (fresh := self.take_in_created()) is not None:
+            fresh = self.take_in_created()
+            if fresh is not None:
                 self.device.sync()
                 self.move_in((fresh,))
             # state that lacks host memory stays in torch's
@@ -746,16 +760,16 @@ class ManagedStorage(Storage):
         """Give back the memory of dropped gradients, page by page."""
         chunk_pool = ChunkPool(self.device)
         for r in self.ranges if self.is_consistent else ():
+            indices = r.unused_pages()
             # a state dict of state that was a gradient may have been loaded back
-            if (indices := r.unused_pages()) and not r.has_any(
-                self.state_dict_tensors.held_addresses
-            ):
+            if indices and not r.has_any(self.state_dict_tensors.held_addresses):
                 if self.on_device:
-                    self.device.sync()  # kernels on any stream may still read what was dropped
+                    self.device.sync()  # kernels on any stream may still read dropped gradients
                 r.pages.give_up(indices, chunk_pool)
         chunk_pool.release()
 
     def immovable(self) -> Iterator[RegistrationError]:
+        """Errors about tensors that an offload has left behind."""
         for name, problem in self.adapter.immovable():
             yield RegistrationError(
                 f"{self.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this "
@@ -786,24 +800,24 @@ class ManagedStorage(Storage):
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host,
         and drop the ranges. Idempotent."""
-        self.scanner.discovered = frozenset()  # these may be another's from now on
+        self.scanner.discovered = frozenset()  # these may be another handle's from now on
         if not self.ranges:
             return
         self.wait_for_host_readers()
-        before = self.stage
+        stage_before = self.stage
         if self.on_device:
             self.begin_leaving()
-        # what the object has got and nobody can move must not keep its values here
+        # a new tensor that cannot be moved must not keep the object's values here
         self.adapter.hands_back = True
         try:
-            chunk_pool = self._ready_to_leave(is_repeated=before is Stage.LEAVING)
+            chunk_pool = self._ready_to_leave(is_repeated=stage_before is Stage.LEAVING)
         except BaseException:
             self.adapter.hands_back = False
             if self.on_device:
-                if before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
-                    for tell in self.announce.came:
-                        tell()
-                self.stage = before  # an offload that broke off has still to go back
+                if stage_before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
+                    for listener in self.announce.came:
+                        listener()
+                self.stage = stage_before  # an offload that broke off has still to go back
             raise
         self.stage = Stage.LEAVING
 
@@ -811,8 +825,8 @@ class ManagedStorage(Storage):
             if self.on_device:
                 self.device.wait_for_work()
                 for r in self.ranges:
-                    base = r.layout.addresses.base
-                    leaving = [i for i, start in enumerate(r.starts) if base + start >= address]
+                    offset = address - r.layout.addresses.base
+                    leaving = [index for index, start in enumerate(r.starts) if start >= offset]
                     r.pages.vacate(leaving, chunk_pool)
                 chunk_pool.release()
 
@@ -829,7 +843,7 @@ class ManagedStorage(Storage):
     def _ready_to_leave(self, *, is_repeated: bool) -> ChunkPool:
         """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the
         object stays. `is_repeated`: an earlier call has taken away pages that tensors had left.
-        They get no memory again, which the others may lack."""
+        They get no memory again, which other pages may lack."""
         chunk_pool = ChunkPool(self.device)
         if self.on_device or any(r.pages.own_bytes for r in self.ranges):
             self.device.sync()

@@ -12,12 +12,13 @@ from placement.storage.scan import Relocated
 
 
 class Stage(enum.Enum):
-    """How far the present move of an object has come. The comment of a stage begins with what
-    `on_device`, the decision, may be then. It ends with where any thread reads the values meanwhile
-    (`ManagedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on the side
-    that was decided on."""
+    """How far the present move of an object has come. The comment of a stage begins with the value
+    that `on_device`, the decision, may have then. It ends with where any thread reads the values
+    meanwhile (`ManagedStorage.is_on_host`). `make_consistent` takes every stage to `SETTLED`, on
+    the side that was decided on."""
 
-    SETTLED = enum.auto()  # Either. Nothing is under way, and everything is where `on_device` says.
+    # Either. No move is under way, and every tensor is where `on_device` says.
+    SETTLED = enum.auto()
     # Either. A load, an offload that has given up nothing yet, new state, a way back. Read where it
     # says.
     BEGUN = enum.auto()
@@ -29,14 +30,14 @@ class Stage(enum.Enum):
     HIDING = enum.auto()
     # True up to the commit, then False. An offload takes the memory away. Read in the host copy.
     VACATING = enum.auto()
-    # True, then False. `unadopt` has begun to move tensors out, and must be called again before
-    # anything else.
+    # True, then False. `unadopt` has begun to move tensors out, and must be called again before any
+    # other step.
     LEAVING = enum.auto()
 
 
 @dataclass(slots=True)
 class Offload:
-    """An offload under way: what it has found, and what it has still to do."""
+    """An offload under way: its findings, and its remaining steps."""
 
     relocated: Sequence[Relocated] = ()  # storages found away from their places, which get new ones
     may_have_stray_references: bool = True
@@ -46,7 +47,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """The bytes that a move copied and skipped, the time it took, and what it found wrong."""
+    """The bytes that a move copied and skipped, the time it took, and its findings."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
@@ -58,8 +59,8 @@ class MoveResult:
     brought_back: str = ""  # names of the relocated tensors, which the offload has given new places
 
     def complaints(self, name: str) -> Iterator[IntegrityError]:
-        """Errors about what was found wrong with a handle, to be raised once its phase transition
-        is complete."""
+        """Errors about the findings, to be raised once the handle's phase transition is
+        complete."""
         if self.rewritten_chunks:
             yield IntegrityError(
                 f"{name!r} is readonly, but {self.rewritten_chunks} of its chunks changed on the "

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from placement.core.weak import WeakIdSet
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class AddressMap(Generic[T]):
-    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what
-    lies there)."""
+    """Finds the value of an address, among spans that do not overlap: (first address, end,
+    value)."""
 
     def __init__(self, spans: Iterable[tuple[int, int, T]] = ()) -> None:
         self._spans = sorted(spans, key=operator.itemgetter(0))
@@ -36,14 +36,14 @@ class AddressMap(Generic[T]):
             return None
         return self._spans[index][2], address - self._bases[index]
 
-    def all_at(self, addresses: Iterable[int]) -> Iterator[T | None]:
+    def all_at(self, addresses: Iterable[int]) -> list[T | None]:
         """The value of the span that each address lies in; None where it lies in none."""
-        spans, asked = [(0, 0, None), *self._spans], list(addresses)
-        indices = map(bisect.bisect_right, itertools.repeat(self._bases), asked)
-        return (
-            spans[index][2] if address < spans[index][1] else None
-            for address, index in zip(asked, indices, strict=True)
-        )
+        values = list[T | None]()
+        for address in addresses:  # without a call of `at`: there may be tens of thousands
+            index = bisect.bisect_right(self._bases, address) - 1
+            is_inside = index >= 0 and address < self._spans[index][1]
+            values.append(self._spans[index][2] if is_inside else None)
+        return values
 
 
 class Owner(Protocol):
@@ -66,7 +66,7 @@ class _RangeOwners:
         self._changes = itertools.count(1)
         self._change = 0
         # the number of the last change in it, and the map
-        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
+        self._map = (0, AddressMap[weakref.ref[Owner]]())
 
     def note(self, owner: Owner) -> None:
         """Note that an owner has got or dropped ranges."""
@@ -79,21 +79,19 @@ class _RangeOwners:
     def owners_of(self, addresses: Iterable[int]) -> list[Owner | None]:
         """The owner of the range that each address lies in; None where there is no range, or its
         owner is gone."""
-        change, known = self._map
+        change, address_map = self._map
         if change != self._change:
-            change, living = (
-                self._change,
-                [
-                    (r.layout.addresses.base, r.nbytes, owner)
-                    for owner in self._owners
-                    for r in owner.ranges
-                ],
-            )
-            known = AddressMap(
-                (base, base + nbytes, weakref.ref(owner)) for base, nbytes, owner in living
-            )
-            self._map = change, known
-        return [None if found is None else found() for found in known.all_at(addresses)]
+            change = self._change
+            spans = []
+            for owner in self._owners:
+                reference = weakref.ref(owner)
+                for r in owner.ranges:
+                    base = r.layout.addresses.base
+                    spans.append((base, base + r.nbytes, reference))
+            address_map = AddressMap(spans)
+            self._map = change, address_map
+        owners = address_map.all_at(addresses)
+        return [None if owner is None else owner() for owner in owners]
 
 
 RANGES = _RangeOwners()

@@ -11,20 +11,18 @@ Between two mappings, or after one that failed, a page has memory that is behind
 * `show` and `hide`: the same memory behind the own addresses, or aside. Nothing is copied.
 * `save`: a copy to the host where the device is newest.
 * `vacate`: wait for copies, poison, and the memory to the `ChunkPool`, where it waits for the next
-  page that takes it. `discard`: the same of what is aside.
+  page that takes it. `discard`: the same for memory that is aside.
 * `give_up`: the same for good, of pages in which nothing lies any more.
 * `settle`: from any state to one side.
 
 Each takes page numbers, is idempotent (`put` only for pages without memory), and joins neighbours,
-so that the driver gets few calls. Each can fail in a call of the device. The table then says what
-is true, no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is
-started; the page's mark tells when that is so in fact, and everything here waits for the mark
-before it takes memory away.
+so that the driver gets few calls. Each can fail in a call of the device. The table is right then,
+no bytes are lost, and `settle` is the only recovery. `newest` is set when a copy is started; the
+page's mark tells when that is so in fact. Memory is taken away only after a wait for the mark.
 
-Who may change a page: the thread that holds the manager's lock (a phase transition, a streamed
-step, a registration or its end, a checkpoint), and while a phase computes the thread of a prefetch,
-which `Prefetcher.pause` stops. Other threads read the host copy, and call `wait_until_saved`
-before.
+The thread that holds the manager's lock may change a page: a phase transition, a streamed step, a
+registration or its end, a checkpoint. So may the thread of a prefetch while a phase computes, until
+`Prefetcher.pause` stops it. Other threads read the host copy, and call `wait_until_saved` before.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Behind(enum.Enum):
 
 @dataclass(slots=True)
 class Page:
-    """A page: everything that is known of it, beside its fingerprint (`Pages.prints`)."""
+    """A page. Its fingerprint is in `Pages.prints`."""
 
     memory: Chunk | None = None
     behind: Behind = Behind.NOWHERE
@@ -107,8 +105,8 @@ class Pages:
         self.own_bytes = 0
         self.aside_bytes = 0
         self.prints: torch.Tensor | None = None
-        """Fingerprints of the pages in the host copy, int64 on either device; None while it may
-        differ from what they were made of."""
+        """Fingerprints of the pages in the host copy, int64 on either device; None while the host
+        copy may have other bytes."""
         # whether the host copy may have been written since the first copies to pages aside. A load
         # discards these.
         self.is_stale = False
@@ -151,12 +149,12 @@ class Pages:
     def left(self) -> list[int]:
         """The pages that an offload has left aside, in the order in which they are saved. No copy
         was in vain when these are given up."""
-        aside = ((index, self.table[index]) for index in self.at(Behind.ASIDE))
-        return [
-            index
-            for index, page in aside
-            if page.newest is not Side.HOST and page.copied != "to_device"
-        ]
+        left = []
+        for index in self.at(Behind.ASIDE):
+            page = self.table[index]
+            if page.newest is not Side.HOST and page.copied != "to_device":
+                left.append(index)
+        return left
 
     def bytes_of(self, indices: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, indices))
@@ -167,17 +165,12 @@ class Pages:
     def copies(self, indices: Iterable[int]) -> list[Copy]:
         """The copies between these pages (ascending), wherever their memory is, and the host copy,
         with neighbours joined."""
-        found = []
+        copies = []
         for behind, run in self._runs(indices):
             start = self.starts[run[0]]
-            found.append(
-                Copy(
-                    self._of(behind).base + start,
-                    self.host.address + start,
-                    self.used_bytes_of(run),
-                )
-            )
-        return found
+            address = self._of(behind).base + start
+            copies.append(Copy(address, self.host.address + start, self.used_bytes_of(run)))
+        return copies
 
     # --- memory
 
@@ -186,9 +179,9 @@ class Pages:
     ) -> None:
         """Put memory behind pages (ascending) that have none.
 
-        Any thread may read a handle's own addresses at any time, and a fresh chunk has zeros or
-        another handle's values, which a checkpoint or a loss would take in unnoticed. So a chunk is
-        wiped before it is mapped there: it is poison until bytes arrive. That is done while earlier
+        Any thread may read a handle's own addresses at any time. A fresh chunk has zeros or another
+        handle's values, which a checkpoint or a loss would take in unnoticed. So a chunk is wiped
+        before it is mapped there: it is poison until bytes arrive. Wiping goes on while earlier
         chunks are copied, and costs a load no time (12 GiB, H100). If it fails, memory behind no
         address goes to the pool.
         """
@@ -204,10 +197,8 @@ class Pages:
         try:
             self._place(indices, behind)
         except BaseException:
-            self.vacate(
-                [index for index in indices if self.table[index].behind is Behind.NOWHERE],
-                chunk_pool,
-            )
+            in_hand = [index for index in indices if self.table[index].behind is Behind.NOWHERE]
+            self.vacate(in_hand, chunk_pool)
             raise
 
     def show(self, indices: Iterable[int]) -> int:
@@ -225,25 +216,25 @@ class Pages:
         self._place(indices, Behind.ASIDE)
 
     def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
-        """Take away the memory of pages whose bytes the host copy has, or nobody needs, once they
-        are copied. Returns its size."""
-        held = sorted(index for index in indices if self.table[index].memory is not None)
-        vain = [
-            index
-            for index in held
-            if self.table[index].behind is Behind.ASIDE and self.table[index].copied == "to_device"
-        ]
-        self.wait(held)
-        self._take_off(held)
-        for index in held:
+        """Take away the memory of pages whose bytes the host copy has, or that are not needed, once
+        they are copied. Returns its size in bytes."""
+        leaving = sorted(index for index in indices if self.table[index].memory is not None)
+        bytes_in_vain = 0
+        for index in leaving:
+            page = self.table[index]
+            if page.behind is Behind.ASIDE and page.copied == "to_device":
+                bytes_in_vain += self.sizes[index]
+        self.wait(leaving)
+        self._take_off(leaving)
+        for index in leaving:
             chunk = self.table[index].memory
             assert chunk is not None
             self._set(index, None, Behind.NOWHERE)
             self.table[index] = Page()
             chunk_pool.give((chunk,))
-        if vain:
-            self._stop(self.bytes_of(vain))
-        return self.bytes_of(held)
+        if bytes_in_vain:
+            self._stop(bytes_in_vain)
+        return self.bytes_of(leaving)
 
     def give_up(self, indices: Collection[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages in which nothing lies any more, for good. Kernels that
@@ -264,12 +255,11 @@ class Pages:
     def save(self, indices: Iterable[int]) -> int:
         """Start copying those of these pages (ascending) to the host copy that are newest on the
         device. Returns the bytes to copy."""
-        pages = ((index, self.table[index]) for index in indices)
-        unsaved = [
-            index
-            for index, page in pages
-            if page.newest is Side.DEVICE and page.behind is not Behind.NOWHERE
-        ]
+        unsaved = []
+        for index in indices:
+            page = self.table[index]
+            if page.newest is Side.DEVICE and page.behind is not Behind.NOWHERE:
+                unsaved.append(index)
         if not unsaved:
             return 0
         self.prints = None  # from here on the host copy has neither the old content nor the new
@@ -278,19 +268,20 @@ class Pages:
         return self.used_bytes_of(unsaved)
 
     def note_clean(self, indices: Iterable[int]) -> None:
-        """The host copy has the same bytes as these pages on the device, or what they have there
-        does not count."""
+        """The host copy has the same bytes as these pages on the device, or their bytes there do
+        not count."""
         for index in indices:
             page = self.table[index]
-            page.newest, page.copied, page.mark = Side.BOTH, None, None
+            page.newest = Side.BOTH
+            page.copied = page.mark = None
 
     def note_changed(self, indices: Iterable[int]) -> None:
-        """From here on these pages may change on the device, so its bytes count."""
+        """From here on these pages may change on the device, so the bytes there count."""
         for index in indices:
             self.table[index].newest = Side.DEVICE
 
     def note_filling(self, indices: Iterable[int]) -> None:
-        """Somebody else has started to bring these pages to the device, and knows when they are
+        """The caller has started to bring these pages to the device, and knows when they are
         complete."""
         for index in indices:
             page = self.table[index]
@@ -304,9 +295,9 @@ class Pages:
                 page.copied = page.mark = None
 
     def wait(self, indices: Iterable[int]) -> None:
-        marks = dict.fromkeys(
-            self.table[index].mark for index in indices if self.table[index].copied is not None
-        )
+        """Wait until the copies to and from these pages are complete."""
+        pages = [self.table[index] for index in indices]
+        marks = dict.fromkeys([page.mark for page in pages if page.copied is not None])
         if None in marks:
             self._device.sync()
         else:
@@ -322,33 +313,31 @@ class Pages:
             self._num_waited_for = max(self._num_waited_for, num_saves)
 
     def settle(self, side: Side, chunk_pool: ChunkPool) -> None:
-        """Bring every page to one side, whatever state it is in. Idempotent. With `DEVICE`, all
-        memory is behind the own addresses, with the newest bytes. With `HOST`, poison is there, and
-        the host copy has the newest bytes, or gets them: pages that were saved from aside, or
-        prefetched, keep their memory there.
-        Raises DeviceMemoryError: with `DEVICE`: there is not enough memory. `settle(HOST)` can be
+        """Bring every page to one side, from any state. Idempotent. With `DEVICE`, all memory is
+        behind the own addresses, with the newest bytes. With `HOST`, poison is there, and the host
+        copy has the newest bytes, or gets them. Pages that were saved from aside, or prefetched,
+        keep their memory aside.
+        Raises DeviceMemoryError, with `DEVICE`: there is not enough memory. `settle(HOST)` can be
         called then."""
         if side is Side.DEVICE:
+            indices = range(len(self.table))
             if any(
                 page.behind is not Behind.OWN or page.newest is Side.HOST
                 for index, page in enumerate(self.table)
                 if index not in self.unused
             ):
                 self._device.sync()
-                self.show(range(len(self.table)))
+                self.show(indices)
                 self.put(self.without_memory(), chunk_pool)
-                fill(self._device, [(self, range(len(self.table)))])
+                fill(self._device, [(self, indices)])
                 self._device.order()
-            self.note_changed(range(len(self.table)))
+            self.note_changed(indices)
             return
-        if unsaved := [
-            index for index, page in enumerate(self.table) if page.newest is Side.DEVICE
-        ]:
+        unsaved = [index for index, page in enumerate(self.table) if page.newest is Side.DEVICE]
+        if unsaved:
             self._device.sync()  # kernels on any stream
-            self._place(
-                [index for index in unsaved if self.table[index].behind is Behind.NOWHERE],
-                Behind.OWN,
-            )
+            in_hand = [index for index in unsaved if self.table[index].behind is Behind.NOWHERE]
+            self._place(in_hand, Behind.OWN)
             self.save(unsaved)
         self.vacate(self.at(Behind.OWN, Behind.NOWHERE), chunk_pool)
 
@@ -356,8 +345,8 @@ class Pages:
 
     def reserve_aside(self, stop: Callable[[int], object]) -> None:
         """Reserve addresses aside.
-        `stop`: makes sure that no prefetch changes a page; called before pages that are aside are
-        given up. It takes the device bytes that were copied to the device in vain."""
+        `stop`: makes sure that no prefetch changes a page. It is called before pages that are aside
+        are given up, with the number of bytes that were copied to the device in vain."""
         if self._aside is None:
             self._aside = self._device.reserve(sum(self.sizes))
             self._stop = stop
@@ -366,18 +355,17 @@ class Pages:
         self, chunk_pool: ChunkPool, *, keep: Callable[[int], bool] = lambda _: False
     ) -> int:
         """Give up the pages that are aside, except those to keep. Returns their device bytes."""
-        given = 0
+        nbytes = 0
         if self.aside_bytes or self.is_receiving:
             self._stop(0)
-            given = self.vacate(
-                [index for index in self.at(Behind.ASIDE) if not keep(index)], chunk_pool
-            )
+            leaving = [index for index in self.at(Behind.ASIDE) if not keep(index)]
+            nbytes = self.vacate(leaving, chunk_pool)
         if not self.aside_bytes:
             self.is_stale = False
-        return given
+        return nbytes
 
     def discard_unusable(self, chunk_pool: ChunkPool) -> None:
-        """Give up what a load cannot use of the pages that are aside."""
+        """Give up the pages aside that a load cannot use."""
         unfilled = {*self.unfilled()}
         if unfilled or self.is_stale:
             self.discard(chunk_pool, keep=lambda index: not self.is_stale and index not in unfilled)
@@ -385,31 +373,38 @@ class Pages:
     # --- the table
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
+        """Note the memory of a page and the addresses that it is behind."""
         page = self.table[index]
-        for each, place, nbytes in (
-            (page.memory, page.behind, -self.sizes[index]),
-            (memory, behind, self.sizes[index]),
-        ):
-            if each is not None and place is Behind.ASIDE:
-                self.aside_bytes += nbytes
-            elif each is not None:
-                self.own_bytes += nbytes
+        nbytes = self.sizes[index]
+        if page.memory is not None and page.behind is Behind.ASIDE:
+            self.aside_bytes -= nbytes
+        elif page.memory is not None:
+            self.own_bytes -= nbytes
         page.memory, page.behind = memory, behind
+        if memory is not None and behind is Behind.ASIDE:
+            self.aside_bytes += nbytes
+        elif memory is not None:
+            self.own_bytes += nbytes
 
     def _place(self, indices: Iterable[int], behind: Behind) -> None:
-        """Put the memory of pages (ascending) behind other addresses than those where it is now."""
-        away = [
-            index
-            for index in indices
-            if self.table[index].memory is not None and self.table[index].behind is not behind
-        ]
+        """Put the memory of pages (ascending) behind other addresses than those where it is now.
+        The caller has waited for copies of them. After an error of the mapping the memory is in
+        hand."""
+        away = []
+        for index in indices:
+            page = self.table[index]
+            if page.memory is not None and page.behind is not behind:
+                away.append(index)
         for run in runs(away):
             self._take_off(run)
-            chunks = [chunk for index in run if (chunk := self.table[index].memory) is not None]
-            # first: a Ctrl-C after the mapping must find it here. Unmapping what is not mapped does
-            # nothing
+            chunks = list[Chunk]()
+            # before the mapping: a Ctrl-C after it must find it here. To unmap a page that is not
+            # mapped does nothing.
             for index in run:
-                self._set(index, self.table[index].memory, behind)
+                chunk = self.table[index].memory
+                assert chunk is not None
+                chunks.append(chunk)
+                self._set(index, chunk, behind)
             try:
                 self._device.map(self._of(behind), chunks, self.starts[run[0]])
             except Exception:
@@ -422,7 +417,8 @@ class Pages:
         have it in hand then."""
         for behind, run in self._runs(indices):
             if behind is not Behind.NOWHERE:
-                self._device.unmap(self._of(behind), self.bytes_of(run), self.starts[run[0]])
+                nbytes = self.bytes_of(run)
+                self._device.unmap(self._of(behind), nbytes, self.starts[run[0]])
             for index in run:
                 self._set(index, self.table[index].memory, Behind.NOWHERE)
 
@@ -431,19 +427,23 @@ class Pages:
         assert addresses is not None
         return addresses
 
-    def _runs(self, indices: Iterable[int]) -> Iterator[tuple[Behind, list[int]]]:
+    def _runs(
+        self,
+        indices: Iterable[int],
+    ) -> Iterator[tuple[Behind, list[int]]]:
         """Runs of neighbours among pages (ascending) whose memory shows in one place, with that
         place."""
+        behind = Behind.NOWHERE
         run: list[int] = []
         for index in indices:
-            if run and (
-                index != run[-1] + 1 or self.table[index].behind is not self.table[run[0]].behind
-            ):
-                yield self.table[run[0]].behind, run
+            page = self.table[index]
+            if run and (index != run[-1] + 1 or page.behind is not behind):
+                yield behind, run
                 run = []
+            behind = page.behind
             run.append(index)
         if run:
-            yield self.table[run[0]].behind, run
+            yield behind, run
 
 
 Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending
@@ -452,12 +452,15 @@ Part = tuple[Pages, Sequence[int]]  # pages of one range, ascending
 def fill(device: Device, parts: Sequence[Part]) -> int:
     """Start copying those of these pages to the device that have memory and lack the bytes, by one
     call. Returns their bytes."""
-    lacking = [
-        (pages, [index for index in those if pages.table[index].lacks_bytes])
-        for pages, those in parts
-    ]
-    _copy(device, [part for part in lacking if part[1]], "to_device")
-    return sum(pages.used_bytes_of(those) for pages, those in lacking)
+    lacking = list[Part]()
+    nbytes = 0
+    for pages, indices in parts:
+        unfilled = [index for index in indices if pages.table[index].lacks_bytes]
+        if unfilled:
+            lacking.append((pages, unfilled))
+            nbytes += pages.used_bytes_of(unfilled)
+    _copy(device, lacking, "to_device")
+    return nbytes
 
 
 def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
@@ -465,12 +468,13 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
     tells when they are."""
     if not parts:
         return
-    moving = [pages.table[index] for pages, those in parts for index in those]
+    moving = list[Page]()
+    copies = list[Copy]()
+    for pages, indices in parts:
+        moving += [pages.table[index] for index in indices]
+        copies += pages.copies(indices)
     for page in moving:
         page.copied, page.mark = direction, None
-    copies: list[Copy] = []
-    for pages, those in parts:
-        copies += pages.copies(those)
     device.copy(copies, direction)
     mark = device.mark(direction)
     for page in moving:
@@ -479,8 +483,14 @@ def _copy(device: Device, parts: Sequence[Part], direction: Direction) -> None:
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:
     """Runs of neighbours among ascending indices."""
-    for _, run in itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0]):
-        yield [index for _, index in run]
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
 
 
 class ChunkPool:
@@ -490,8 +500,8 @@ class ChunkPool:
     took their room first.
     `room_bytes`: device bytes that the driver may be asked for before any chunk goes back to it.
     The budget leaves so much.
-    `left_by`: the pool that the phase transition before has left, with what was given up since.
-    This pool takes over its chunks."""
+    `left_by`: the pool that the phase transition before has left, with chunks that were given up
+    since. This pool takes over its chunks."""
 
     def __init__(
         self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None
@@ -520,10 +530,12 @@ class ChunkPool:
     def count(self, sizes: Sequence[int], most_created: int) -> int:
         """How many of these sizes, from the first on, can be served with at most `most_created`
         chunks from the driver."""
-        held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
+        num_chunks = dict[int, int]()
+        for size in sizes:
+            num_chunks[size] = len(self._chunks.get(size, ()))
         for served, size in enumerate(sizes):
-            if held[size]:
-                held[size] -= 1
+            if num_chunks[size]:
+                num_chunks[size] -= 1
             elif most_created:
                 most_created -= 1
             else:
@@ -533,18 +545,19 @@ class ChunkPool:
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
         """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
         Takes all or none."""
-        taken: list[Chunk] = []
+        chunks: list[Chunk] = []
         try:
             for size in sizes:
-                taken.append(self._one(size))
+                chunks.append(self._take_one(size))
         except BaseException:
-            self.give(taken)
+            self.give(chunks)
             raise
-        return tuple(taken)
+        return tuple(chunks)
 
-    def _one(self, size: int) -> Chunk:
-        if held := self._chunks.get(size):
-            return held.popleft()
+    def _take_one(self, size: int) -> Chunk:
+        chunks = self._chunks.get(size)
+        if chunks:
+            return chunks.popleft()
         while self and self.room_bytes < size:
             self._make_way()
         try:
@@ -560,7 +573,8 @@ class ChunkPool:
 
     def release(self) -> None:
         """Return all chunks to the driver, because the phase transition is committed."""
-        if chunks := list(self):
+        chunks = list(self)
+        if chunks:
             # out of the pool first: a released chunk must never be handed out again
             self._chunks = {}
             self.room_bytes += sum([chunk.nbytes for chunk in chunks])
@@ -569,7 +583,6 @@ class ChunkPool:
     def _make_way(self) -> None:
         """Return one chunk of the most frequent size to the driver. Tails are single, and needed
         for going back."""
-        held = max(self._chunks.values(), key=len)
-        chunk = held.popleft()
+        chunk = max(self._chunks.values(), key=len).popleft()
         self.room_bytes += chunk.nbytes
         self._device.release(chunk)

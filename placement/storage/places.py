@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from placement.storage.range import Range
 from placement.storage.versions import Versions
 from placement.tensors.alive import PlacedStorage
 from placement.tensors.plain import Outline, Owned, is_wrapper
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -40,17 +42,18 @@ class ObjectRanges:
         self._outlines: dict[str, Outline] = {}
         self._other_names: Mapping[str, str] = {}
         self.versions = Versions()
-        # whether values may be, though not gradients: tensors of a state dict share the counters
-        self.may_be_written = False
+        # Whether a state dict shows values, whose holder may write them: then the counter of a
+        # value proves no forbidden write. Gradients are never lent.
+        self.are_values_lent = False
         self.set(())
 
     def set(self, ranges: tuple[Range, ...]) -> None:
         self.all = ranges
-        self._map = AddressMap(
-            (base, base + r.nbytes, r)
-            for r in ranges
-            for base in (r.layout.addresses.base, r.host.address)
-        )
+        spans = []
+        for r in ranges:
+            for base in (r.layout.addresses.base, r.host.address):
+                spans.append((base, base + r.nbytes, r))
+        self._map = AddressMap(spans)
 
     def at(self, address: int) -> tuple[Range, int] | None:
         """The range that an address lies in, behind its own addresses or in its slab, and the
@@ -63,23 +66,26 @@ class ObjectRanges:
         return self._map.at(tensor.untyped_storage().data_ptr())
 
     def named_places(self) -> dict[str, Place]:
-        """The places of what lasts, by name. What a forward has left under a name is no earlier
-        value of a parameter of that name."""
+        """The places of lasting tensors, by name. A tensor that a forward has left under a name is
+        no earlier value of a parameter of that name."""
         return self.places([r for r in self.all if not r.transient])
 
     def note_versions(self, versions: Versions) -> None:
         """Take these version counters as those of the offload: later writes count as written while
         offloaded."""
-        self.versions, self.may_be_written = versions, False
+        self.versions = versions
+        self.are_values_lent = False
 
     def note_more_versions(self, versions: Versions) -> None:
-        """Add the counters of storages that were found for the first time now. Counters noted
-        earlier stay."""
+        """Add the counters of new storages. Counters noted earlier stay."""
         self.versions = self.versions.with_new_of(versions)
 
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Forget all places, and note those where these tensors are now."""
-        self._addresses, self._forms, self._outlines, self._other_names = {}, {}, {}, other_names
+        self._addresses = {}
+        self._forms = {}
+        self._outlines = {}
+        self._other_names = other_names
         self._add((owned, owned.tensor.untyped_storage().data_ptr()) for owned in in_place)
 
     def note_unless_moved(
@@ -91,10 +97,10 @@ class ObjectRanges:
         self.note_places(in_place, other_names)
         moved = []
         for name, address in noted[0].items():
-            now = self._addresses.get(name)
-            if now is None and name in other_names:
-                now = self._addresses.get(other_names[name])
-            if now is not None and now != address:
+            present = self._addresses.get(name)
+            if present is None and name in other_names:
+                present = self._addresses.get(other_names[name])
+            if present not in (None, address):
                 moved.append(name)
         if moved:
             self._addresses, self._forms, self._outlines, self._other_names = noted
@@ -102,22 +108,20 @@ class ObjectRanges:
 
     def add_places(self, fresh: Range) -> None:
         """Add the places of the tensors that are about to move into a new range."""
-        places = zip(fresh.moving_in or (), fresh.layout.offsets, strict=True)
-        self._add(
-            (owned, fresh.layout.addresses.base + offset)
-            for adoptee, offset in places
-            for owned in adoptee.owned
-        )
+        places = []
+        for adoptee, offset in zip(fresh.moving_in or (), fresh.layout.offsets, strict=True):
+            address = fresh.layout.addresses.base + offset
+            places += [(owned, address) for owned in adoptee.owned]
+        self._add(places)
 
-    def _add(self, found: Iterable[tuple[Owned, int]]) -> None:
+    def _add(self, places: Iterable[tuple[Owned, int]]) -> None:
+        """Add the address of each tensor's storage, and the tensor's form."""
         outlines: dict[int, Outline] = {}
         forms = {form: form for form in self._forms.values()}
-        for owned, address in found:
+        for owned, address in places:
             form = form_of(owned.tensor)
-            self._addresses[owned.name], self._forms[owned.name] = (
-                address,
-                forms.setdefault(form, form),
-            )
+            self._addresses[owned.name] = address
+            self._forms[owned.name] = forms.setdefault(form, form)
             # a sparse tensor is no wrapper: it is restored by its parts
             if owned.wrapper is not None and is_wrapper(owned.wrapper):
                 if id(owned.wrapper) not in outlines:
@@ -125,29 +129,32 @@ class ObjectRanges:
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        entries = {
-            r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed
-        }
-        found = {
-            name: Place(*entries[address], self._forms[name])
-            for name, address in self._addresses.items()
-            if address in entries
-        }
-        return {
-            other: found[name] for other, name in self._others(found) if other not in found
-        } | found
-
-    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Pairs of another name and the known one, for tensors, their parts and their gradients
-        that have several names."""
-        others: dict[str, list[str]] = {}
-        for other, first in self._other_names.items():
-            others.setdefault(first, []).append(other)
-        for name in names if others else ():
-            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
-                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+        """The places in these ranges, by name."""
+        entries = {}
+        for r in ranges:
+            for entry in r.placed:
+                entries[r.layout.addresses.base + entry.offset] = (r, entry)
+        places = {}
+        for name, address in self._addresses.items():
+            if address in entries:
+                places[name] = Place(*entries[address], self._forms[name])
+        return self._under_all_names(places)
 
     def outlines(self) -> dict[str, Outline]:
-        return {
-            other: self._outlines[name] for other, name in self._others(self._outlines)
-        } | self._outlines
+        """The outlines of wrappers, by the names of their parts."""
+        return self._under_all_names(self._outlines)
+
+    def _under_all_names(self, values: dict[str, T]) -> dict[str, T]:
+        """These values by name, and by the other names of tensors that have several, of their parts
+        and of their gradients."""
+        other_names: dict[str, list[str]] = {}
+        for other_name, first_name in self._other_names.items():
+            other_names.setdefault(first_name, []).append(other_name)
+        more = {}
+        for name, value in values.items() if other_names else ():
+            steps = name.split(".")
+            for length in range(1, len(steps) + 1):
+                tensor_name = ".".join(steps[:length])
+                for other_name in other_names.get(tensor_name, ()):
+                    more[other_name + name.removeprefix(tensor_name)] = value
+        return more | values

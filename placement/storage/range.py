@@ -38,7 +38,8 @@ class Range:
         # see `layout.chunk_sizes`
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
-        self.used_sizes, self.starts = self.pages.used_sizes, self.pages.starts
+        self.used_sizes = self.pages.used_sizes
+        self.starts = self.pages.starts
         self.transient = transient
         # the storages that have still to move in; None once all have
         self.moving_in: tuple[Adoptee, ...] | None = moving_in
@@ -46,9 +47,7 @@ class Range:
         self._by_storage: dict[int, PlacedStorage] | None = None
         # the storages (`_cdata`) of `placed` and their `use_count`, once counted
         self.counted: tuple[list[int], list[int]] | None = None
-        self.without_stray_references: (
-            tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None
-        ) = None
+        self.without_stray_references: tuple[object, ...] | None = None
         """The last search for stray references, if it found none: `counted`, the tables of aliases,
         and the reference counts of then."""
         self._unused: UnusedPages | None = None  # None where it is not transient
@@ -60,35 +59,39 @@ class Range:
 
     @property
     def host(self) -> HostSlab:
-        """The slab, some bytes of which may still be on their way. Who reads or writes it asks for
-        a `view`."""
+        """The slab, some bytes of which may still be on their way. A reader or writer asks for a
+        `view`."""
         return self.pages.host
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent."""
         if self.moving_in is None:
             return
-        layout, placed = self.layout, []
+        layout = self.layout
         layout.move_in()
+        placed = []
         places = zip(self.moving_in, layout.offsets, layout.sizes, strict=True)
         for adoptee, offset, nbytes in places:
             # not adoptee.storage: rebinding has given the aliases another one
             ref = StorageWeakRef(adoptee.aliases[0].untyped_storage())
             placed.append(PlacedStorage(adoptee.name, ref, offset, nbytes))
-        self.placed, self.moving_in, self._by_storage = tuple(placed), None, None
-        self.layout.forget_adoptees()
+        self.placed = tuple(placed)
+        self.moving_in = self._by_storage = None
+        layout.forget_adoptees()
         self._watch()
 
     def forget(self, entry: PlacedStorage) -> None:
         """Remove a storage that has left for good. Its place stays empty."""
         self.counted = self._by_storage = None
-        self.placed = tuple(each for each in self.placed if each is not entry)
+        self.placed = tuple(other for other in self.placed if other is not entry)
         self._watch()
 
     def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
+        """Have another storage at the place of this one, which is gone."""
         # first: they have the address of the old storage, which may be freed now
         self.counted = self._by_storage = None
-        entry.ref, entry.use_count = StorageWeakRef(home), 0
+        entry.ref = StorageWeakRef(home)
+        entry.use_count = 0
         self._watch()
 
     def _watch(self) -> None:
@@ -106,21 +109,20 @@ class Range:
         """The place to which a storage belongs, wherever it lies now; None where it has no place in
         this range."""
         if self._by_storage is None:
-            coming = zip(self.moving_in or (), self.layout.offsets, strict=False)
-            places = [
-                PlacedStorage(each.name, StorageWeakRef(each.storage), offset, each.nbytes)
-                for each, offset in coming
-            ]
-            self._by_storage = {entry.ref.cdata: entry for entry in (*self.placed, *places)}
+            places = {entry.ref.cdata: entry for entry in self.placed}
+            for adoptee, offset in zip(self.moving_in or (), self.layout.offsets, strict=False):
+                ref = StorageWeakRef(adoptee.storage)
+                places[ref.cdata] = PlacedStorage(adoptee.name, ref, offset, adoptee.nbytes)
+            self._by_storage = places
         return self._by_storage.get(storage._cdata)
 
     def has_any(self, addresses: Sequence[int]) -> bool:
         """Whether one of these addresses (ascending) lies in the range or in its slab."""
-        bases = (self.layout.addresses.base, self.host.address)
-        return any(
-            bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes)
-            for base in bases
-        )
+        for base in (self.layout.addresses.base, self.host.address):
+            first = bisect.bisect_left(addresses, base)
+            if first < bisect.bisect_left(addresses, base + self.nbytes):
+                return True
+        return False
 
     @property
     def is_alive(self) -> bool:
@@ -139,48 +141,45 @@ class Range:
         sizes = self.used_sizes[first:last]
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        known = self._device.known_fingerprints(self.layout.addresses, self.starts[first], sizes)
-        return (
-            fingerprints(self.on_device(self.starts[first], sum(sizes)), sizes)
-            if known is None
-            else known
-        )
+        start = self.starts[first]
+        prints = self._device.known_fingerprints(self.layout.addresses, start, sizes)
+        if prints is None:
+            prints = fingerprints(self.on_device(start, sum(sizes)), sizes)
+        return prints
 
     def on_device(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A tensor over a part of the range, with what is behind its addresses: the bytes on the
-        device, or poison."""
+        """A tensor over a part of the range: over the bytes on the device, or over poison."""
         return self._device.view(self.layout.addresses, offset, nbytes)
 
     def note_written(self) -> None:
-        """The slab has changed, or is about to: forget its fingerprints, and do not use what was
-        prefetched."""
+        """The slab has changed, or is about to: forget its fingerprints, and do not use prefetched
+        pages."""
         self.pages.prints = None
         self.pages.is_stale = True
 
     def note_shown(self) -> None:
         """The slab is shown to a caller who may write there as long as the range is offloaded: do
-        not use what was prefetched."""
+        not use prefetched pages."""
         self.is_shown = True
         self.pages.is_stale = True
 
-    def outside(self) -> list[PlacedStorage]:
-        """The relocated storages: alive, but not at their place, because somebody changed their
-        pointer."""
-        base, alive = (
-            self.layout.addresses.base,
-            [(entry, entry.storage()) for entry in self.placed],
-        )
-        return [
-            entry
-            for entry, storage in alive
-            if storage is not None and storage.data_ptr() != base + entry.offset
-        ]
+    def relocated(self) -> list[PlacedStorage]:
+        """The storages that are alive, but not at their place, because their pointer was
+        changed."""
+        relocated = []
+        for entry in self.placed:
+            storage = entry.storage()
+            place = self.layout.addresses.base + entry.offset
+            if storage is not None and storage.data_ptr() != place:
+                relocated.append(entry)
+        return relocated
 
     def differing(
-        self, known: torch.Tensor | None, found: torch.Tensor, first: int = 0
+        self, earlier: torch.Tensor | None, prints: torch.Tensor, first: int = 0
     ) -> list[int]:
         """The pages, without unused ones, whose bytes differ: see `differing`."""
-        return [i for i in differing(known, found, first) if i not in self.pages.unused]
+        pages = differing(earlier, prints, first)
+        return [index for index in pages if index not in self.pages.unused]
 
 
 RangeChunk = tuple[Range, int]  # a chunk of a range, by its index

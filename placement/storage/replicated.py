@@ -3,20 +3,20 @@ ranks share one host copy of these, and load it together. Frozen are all parts o
 object, and the parameters of another module that are not trained.
 
 To load the copy, each rank copies its parts over its own link, chunk by chunk. The rest comes by
-all-gather, over NVLink where there is one. No rank may wait in a collective for another one that
-may still fail for lack of memory, so a load has two halves. In the phase transition's move, each
-rank maps all chunks, and enqueues the copies of its own parts with an event behind each chunk's.
-The load is not committed yet: if the transition fails, the host copy was authoritative all the
-time. Then `complete` gets the rest. Where the ranks have agreed on the change for which they
-prepared the load, they all-gather, each chunk behind its event. Everywhere else (going back after a
-failure, a rank that is alone) the rest comes over the rank's own link.
+all-gather, over NVLink where there is one. In a collective no rank may wait for one that may still
+fail for lack of memory. So a load has two halves. In the phase transition's move, each rank maps
+all chunks, and enqueues the copies of its own parts with an event behind each chunk's. The load is
+not committed yet: if the transition fails, the host copy was authoritative all the time. Then
+`complete` gets the rest. Where the ranks have agreed on the change for which they prepared the
+load, they all-gather, each chunk behind its event. Everywhere else (going back after a failure, a
+rank that is alone) the rest comes over the rank's own link.
 
 Before it votes, every rank writes into the shared memory for which change it has prepared a load.
 After the vote all ranks read the same words, so all of them gather or none does. A rank that has
 left, or whose collective failed, writes that there for good.
 
-The copy is never written after the registration. A rank whose values have changed, or whose host
-copy is about to be shown to a caller who may write there, gets one of its own before, for good.
+The copy is never written after the registration. A rank gets a copy of its own, for good, where its
+values have changed, or before a caller may write into its host copy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from placement.core.journal import logger
 from placement.devices.base import Device, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
-from placement.devices.memory import HostSlab, Mark
+from placement.devices.memory import Copy, HostSlab, Mark
 from placement.ownership.adapter import Adapter
 from placement.storage.adoption import Adoption, start_saving
 from placement.storage.fingerprints import fingerprints, used_bytes
-from placement.storage.layout import Adoptee, RangeLayout, byte_view
+from placement.storage.layout import Adoptee, RangeLayout, byte_view, form_of
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range
@@ -50,7 +50,8 @@ from placement.storage.shared import (
     Ranks,
     SharedCopy,
     SharedRange,
-    others,
+    Span,
+    deviating_ranks,
     spans_of,
 )
 
@@ -58,14 +59,14 @@ from placement.storage.shared import (
 # much.
 _PIECE_BYTES = 64 << 20
 _REASONS = {
-    ALONE: ("rank {} takes part no longer, and has logged why"),
+    ALONE: "rank {} takes part no longer, and has logged why",
     LEFT: "rank {} has unregistered it",
 }
 
 
 class ReplicatedStorage(ManagedStorage):
-    """The storage of an object whose frozen parts are in a range that ranks share. Everything else
-    (trained parameters, buffers, gradients) is in ranges of this rank alone.
+    """The storage of an object whose frozen parts are in a range that ranks share. All other parts
+    (trained parameters, buffers, gradients) are in ranges of this rank alone.
     `ranks`: the ranks that share it. All of them register it in the same change of the group."""
 
     def __init__(
@@ -79,7 +80,7 @@ class ReplicatedStorage(ManagedStorage):
     ) -> None:
         super().__init__(device, adapter, name, readonly, adoption)
         self._ranks = ranks
-        # chunks whose own part is on its way, and what tells its arrival
+        # chunks whose own part is on its way, and the mark that tells its arrival
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         # the number of the group's change for which this rank has last prepared a load
         self._prepared = 0
@@ -87,13 +88,12 @@ class ReplicatedStorage(ManagedStorage):
 
     @property
     def can_prefetch(self) -> bool:  # type: ignore[override]
-        # What other ranks copy cannot come early: all ranks would have to bring the same chunks
-        # early.
+        # Shared chunks cannot come early: all ranks would have to bring the same chunks early.
         return any(not r.is_shared for r in self.ranges)
 
     @property
     def host_bytes(self) -> int:
-        # the others read this rank's share of the copy even where it has one of its own
+        # the other ranks read this one's share of the copy even where it has a copy of its own
         shares = sum(r.copy.slab.held_bytes for r in self._shared_ranges() if not r.is_shared)
         return super().host_bytes + shares
 
@@ -107,7 +107,8 @@ class ReplicatedStorage(ManagedStorage):
             return super().bring(r, indices)
         if r.alone is None and not r.is_shared:
             r.load_alone("it has a host copy of its own")
-        elif r.alone is None and (reason := self._ranks.gone) is not None:
+        reason = self._ranks.gone
+        if r.alone is None and reason is not None:
             self._give_up(r, reason)
         if r.alone is not None:
             return super().bring(r, indices)
@@ -125,44 +126,47 @@ class ReplicatedStorage(ManagedStorage):
         return brought
 
     def complete(self) -> None:
-        together: set[SharedRange] = set()
+        gathered: set[SharedRange] = set()
         if self._prepared == self._ranks.agreed_change:
-            together = {r for r in {r for r, _, _ in self._waiting} if self._all_are_ready(r)}
+            waiting = {r for r, _, _ in self._waiting}
+            gathered = {r for r in waiting if self._all_are_ready(r)}
         else:
             self._prepare_nothing()
         try:
-            self._gather(together)
+            self._gather(gathered)
         except Exception as error:
             for r in self._shared_ranges():
                 self._give_up(r, f"a collective failed: {error}")
-            together = set()
-        if rest := [
-            each
-            for r, index, _ in self._waiting
-            if r not in together
-            for each in r.copies(index)[1]
-        ]:
-            self.device.copy(rest, "to_device")
+            gathered = set()
+        copies = list[Copy]()
+        for r, index, _ in self._waiting:
+            if r not in gathered:
+                _, copies_of_other_parts = r.copies(index)
+                copies += copies_of_other_parts
+        if copies:
+            self.device.copy(copies, "to_device")
         self.device.order()
         self._waiting.clear()
         self.is_complete = True
 
     def _gather(self, ranges: set[SharedRange]) -> None:
-        # Sorted, so that every rank gathers in the same order, whatever chunks its chunk pool had.
-        order = {r: position for position, r in enumerate(self.ranges)}
-        for r, index, mark in sorted(self._waiting, key=lambda each: (order[each[0]], each[1])):
-            if r in ranges:
-                with self.device.after(mark):
-                    self._ranks.gather(r.on_device(*r.gathered(index)))
+        # In order, so that every rank gathers in the same one: their chunk pools may have had other
+        # chunks.
+        marks = {(r, index): mark for r, index, mark in self._waiting if r in ranges}
+        for r in self._shared_ranges():
+            for index in range(len(r.chunk_sizes)):
+                if (r, index) in marks:
+                    with self.device.after(marks[r, index]):
+                        self._ranks.gather(r.on_device(*r.gathered(index)))
 
     def _all_are_ready(self, r: SharedRange) -> bool:
         """Whether every rank has prepared the same load and will gather it. Meaningful once all of
         them have voted."""
-        said = r.copy.loads.tolist()
-        for rank, word in enumerate(said):
+        words = r.copy.loads.tolist()
+        for rank, word in enumerate(words):
             if word in _REASONS:
                 self._give_up(r, _REASONS[word].format(r.shares.members[rank]))
-        return r.alone is None and set(said) == {self._prepared}
+        return r.alone is None and set(words) == {self._prepared}
 
     def _give_up(self, r: SharedRange, reason: str) -> None:
         if r.alone is None:
@@ -174,7 +178,8 @@ class ReplicatedStorage(ManagedStorage):
             )
 
     def _prepare_nothing(self) -> None:
-        """So that a rank that has not looked yet does not wait for this one."""
+        """Say that no load is prepared, so that a rank that has not looked yet does not wait for
+        this one."""
         for r in self._shared_ranges():
             if r.alone is None:
                 r.copy.say(0)
@@ -209,31 +214,31 @@ class ReplicatedStorage(ManagedStorage):
                 )
                 raise
             own.view(0, r.nbytes).copy_(shared.view(0, r.nbytes))
-            names = next(filter(None, (_changed_names(r, index) for index in changed)), [])
-            r.pages.host, r.is_shared = own, False
+            reason = "a caller may write into its host copy, through a tensor of a state dict"
+            if changed:
+                names = list[str]()
+                for index in changed:
+                    names = names or _changed_names(r, index)
+                reason = f"{listed(names) or 'its bytes'} changed on the device"
+            r.pages.host = own
+            r.is_shared = False
             self.object_ranges.set(self.ranges)
         logger.warning(
             "%r has %s bytes of host memory for frozen tensors on this rank alone from now on, and "
             "loads them over its own link: %s",
             self.name,
             f"{r.nbytes:,}",
-            f"{listed(names) or 'its bytes'} changed on the device"
-            if changed
-            else "a caller may write into its host copy, through a tensor of a state dict",
+            reason,
         )
 
-    # --- registration: the ranks compare what they have, and make a host copy that they share
-
-    def _divide(self, adoptees: Sequence[Adoptee]) -> tuple[list[Adoptee], list[Adoptee]]:
-        """Split storages into frozen ones, which ranks share, and this rank's own."""
-        frozen = [each for each in adoptees if self.readonly or _is_frozen(each)]
-        own = [each for each in adoptees if not self.readonly and not _is_frozen(each)]
-        return frozen, own
+    # --- registration: the ranks compare their tensors, and make a host copy that they share
 
     def adopt_shared(
         self, adoptees: Sequence[Adoptee]
     ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
-        frozen, own = self._divide(adoptees)
+        frozen, own = list[Adoptee](), list[Adoptee]()
+        for adoptee in adoptees:
+            (frozen if self.readonly or _is_frozen(adoptee) else own).append(adoptee)
         if not frozen:
             raise RegistrationError(
                 f"{self.name!r} has no frozen parameters, and ranks share nothing else; register "
@@ -243,9 +248,11 @@ class ReplicatedStorage(ManagedStorage):
 
     def _shared_range(self, adoptees: list[Adoptee]) -> SharedRange:
         """Make the shared range and write this rank's share. Every rank calls this at the same
-        time. Raises RegistrationError: the ranks do not have the same tensors, or are on several
-        machines."""
-        device, shares = self.device, self._ranks.shares
+        time, and meets the others three times: for the layout, the mapping and the share. Raises
+        RegistrationError: the ranks do not have the same tensors, are on several machines, or have
+        no all-gather on this device."""
+        device = self.device
+        shares = self._ranks.shares
         layout = RangeLayout(device, adoptees)
         prints = _fingerprints(adoptees)
         copy = self._shared_copy(
@@ -258,13 +265,14 @@ class ReplicatedStorage(ManagedStorage):
             [value for _, value in prints], dtype=torch.int64, device="cpu"
         )
         self._ranks.exchange_texts("share", "written")
-        for column in (copy.table != copy.table[:1]).any(dim=0).nonzero().flatten().tolist():
-            other = others(shares, copy.table[:, column].tolist())
-            raise RegistrationError(
-                f"{self.name!r} cannot be replicated: {prints[column][0]!r} has other bytes on "
-                f"rank{other} than on the rest. Load the same values on every rank before you "
-                "register it, or register it without replicated=True."
-            )
+        for (name, _), column in zip(prints, copy.table.T, strict=True):
+            ranks = deviating_ranks(shares, column.tolist())
+            if ranks is not None:
+                raise RegistrationError(
+                    f"{self.name!r} cannot be replicated: {name!r} has other bytes on rank{ranks} "
+                    "than on the rest. Load the same values on every rank before you register it, "
+                    "or register it without replicated=True."
+                )
         self._try_out()
         copy.slab.pin()
         return SharedRange(device, layout, copy, tuple(adoptees))
@@ -272,23 +280,27 @@ class ReplicatedStorage(ManagedStorage):
     def _shared_copy(self, digest: str, nbytes: int, num_prints: int) -> SharedCopy:
         """A new host copy of so many bytes that all ranks have mapped, where all give the same
         digest."""
-        ranks, shares = self._ranks, self._ranks.shares
+        ranks = self._ranks
+        shares = ranks.shares
         extra_bytes = SharedCopy.extra_bytes(shares, num_prints)
         with ExitStack() as files:  # the file stays open until every rank has mapped it
             file, path = -1, ""
             if shares.rank == 0:
                 file, path = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.exchange_texts("layout", f"{digest} {path}")
-            if (other := others(shares, [each.partition(" ")[0] for each in said])) is not None:
+            texts = ranks.exchange_texts("layout", f"{digest} {path}")
+            digests = [text.partition(" ")[0] for text in texts]
+            deviating = deviating_ranks(shares, digests)
+            if deviating is not None:
                 raise RegistrationError(
-                    f"{self.name!r} cannot be replicated: rank{other} has other frozen tensors "
+                    f"{self.name!r} cannot be replicated: rank{deviating} has other frozen tensors "
                     "than the rest (names, shapes, dtypes, device, order), or registers them in "
                     "another way (readonly=True). Build the same model on every rank and on the "
                     "same kind of device, or leave out replicated=True."
                 )
             if shares.rank != 0:
+                _, _, path_of_first = texts[0].partition(" ")
                 try:
-                    file = files.enter_context(opened_file(said[0].partition(" ")[2]))
+                    file = files.enter_context(opened_file(path_of_first))
                 except (OSError, ValueError) as error:
                     raise RegistrationError(
                         f"{self.name!r} cannot be replicated: this rank cannot open the memory of "
@@ -304,11 +316,7 @@ class ReplicatedStorage(ManagedStorage):
         self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: HostSlab
     ) -> None:
         spans = spans_of(layout.nbytes, self.device.chunk_bytes, self._ranks.shares)
-        overlaps = _overlaps(adoptees, layout.offsets, spans)
-        pieces = [
-            (adoptee.storage, start, offset, nbytes) for adoptee, offset, start, nbytes in overlaps
-        ]
-        start_saving(self.device, slab, pieces)
+        start_saving(self.device, slab, _pieces(adoptees, layout.offsets, spans))
         self.device.sync()
 
     def _try_out(self) -> None:
@@ -331,11 +339,15 @@ def _changed_names(r: Range, index: int) -> list[str]:
     """The names of the tensors whose bytes differ from the host copy in a page that is on the
     device."""
     names = []
-    first, end = r.starts[index], r.starts[index] + r.used_sizes[index]
+    page_start = r.starts[index]
+    page_end = page_start + r.used_sizes[index]
     for entry in r.placed:
-        start = max(first, entry.offset)
-        nbytes = min(end, entry.offset + entry.nbytes) - start
-        if nbytes > 0 and not r.on_device(start, nbytes).cpu().equal(r.host.view(start, nbytes)):
+        start = max(page_start, entry.offset)
+        nbytes = min(page_end, entry.offset + entry.nbytes) - start
+        if nbytes <= 0:
+            continue
+        on_device = r.on_device(start, nbytes).cpu()
+        if not on_device.equal(r.host.view(start, nbytes)):
             names.append(entry.name)
     return names
 
@@ -353,8 +365,8 @@ def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) ->
     """A digest that is the same on two ranks if they have the same tensors at the same places."""
     lines = [f"{device.chunk_bytes} {layout.nbytes}"]
     for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
-        first = adoptee.aliases[0]
-        form = first.dtype, first.storage_offset(), tuple(first.size()), first.stride()
+        dtype, start, size, stride = form_of(adoptee.aliases[0])
+        form = dtype, start, tuple(size), stride
         lines.append(
             f"{adoptee.name} {adoptee.storage.device.type} {adoptee.nbytes} {offset} {form}"
         )
@@ -365,52 +377,58 @@ def _fingerprints(adoptees: Sequence[Adoptee]) -> list[tuple[str, int]]:
     """(name, 64 bits) of every piece of every storage, computed where the storage lies. Storages on
     the host are hashed, by threads. A hash is never compared with a device's fingerprint, because
     ranks of the same layout have the same tensors on the host."""
-    on_host = [adoptee for adoptee in adoptees if adoptee.storage.device.type == "cpu"]
-    pieces = [
-        (adoptee, start) for adoptee in on_host for start in range(0, adoptee.nbytes, _PIECE_BYTES)
-    ]
+    pieces = list[tuple[Adoptee, int]]()
+    on_device = list[Adoptee]()
+    for adoptee in adoptees:
+        if adoptee.storage.device.type == "cpu":
+            pieces += [(adoptee, start) for start in range(0, adoptee.nbytes, _PIECE_BYTES)]
+        else:
+            on_device.append(adoptee)
     with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:
         hashes = list(threads.map(_hash, pieces))
     names = [adoptee.name for adoptee, _ in pieces]
-    found: list[torch.Tensor] = []
-    for adoptee in adoptees:
-        if adoptee.storage.device.type != "cpu":
-            data = byte_view(adoptee.storage)
-            whole = len(data) // 8 * 8
-            prints = [
-                fingerprints(
-                    data,
-                    [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)],
-                )
-            ]
-            if whole < len(data):
-                prints.append(
-                    fingerprints(
-                        torch.cat([data[whole:], data.new_zeros(whole + 8 - len(data))]), [8]
-                    )
-                )
-            names += [adoptee.name] * sum(map(len, prints))
-            found += prints
-    return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
+    prints = list[torch.Tensor]()
+    for adoptee in on_device:
+        prints.append(_device_fingerprints(byte_view(adoptee.storage)))
+        names += [adoptee.name] * len(prints[-1])
+    if prints:  # to the CPU together: each transfer is a wait for the device
+        hashes += torch.cat(prints).tolist()
+    return list(zip(names, hashes, strict=True))
+
+
+def _device_fingerprints(content: torch.Tensor) -> torch.Tensor:
+    """The fingerprints of each piece of a storage on the device. Behind its last whole word are
+    zeros."""
+    whole = len(content) // 8 * 8
+    sizes = [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)]
+    prints = fingerprints(content, sizes)
+    if whole < len(content):
+        padded = content.new_zeros(8)
+        padded[: len(content) - whole] = content[whole:]
+        prints = torch.cat([prints, fingerprints(padded, [8])])
+    return prints
 
 
 def _hash(piece: tuple[Adoptee, int]) -> int:
     adoptee, start = piece
     nbytes = min(_PIECE_BYTES, adoptee.nbytes - start)
     data = (ctypes.c_char * nbytes).from_address(adoptee.storage.data_ptr() + start)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def _overlaps(
-    adoptees: Sequence[Adoptee], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Adoptee, int, int, int]]:
-    """(adoptee, offset in the range, offset in the storage, bytes) of each part of an adoptee that
-    lies in one of these ordered spans."""
+def _pieces(
+    adoptees: Sequence[Adoptee], offsets: Sequence[int], spans: Sequence[Span]
+) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
+    """(storage, offset in it, offset in the range, bytes) of each part of an adoptee that lies in
+    one of these ordered spans."""
     starts = [start for start, _ in spans]
     for adoptee, offset in zip(adoptees, offsets, strict=True):
+        storage_end = offset + adoptee.nbytes
         for start, nbytes in spans[max(0, bisect.bisect_right(starts, offset) - 1) :]:
-            if start >= offset + adoptee.nbytes:
+            if start >= storage_end:
                 break
-            first, end = max(start, offset), min(start + nbytes, offset + adoptee.nbytes)
+            first = max(start, offset)
+            end = min(start + nbytes, storage_end)
             if first < end:
-                yield adoptee, first, first - offset, end - first
+                yield adoptee.storage, first - offset, first, end - first

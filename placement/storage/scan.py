@@ -43,6 +43,16 @@ class Relocated(NamedTuple):
     adoptee: Adoptee
 
 
+class _Steady(NamedTuple):
+    """A look that found every tensor at its place: the ranges, and each tensor's storage
+    (`_cdata`), address and version counter."""
+
+    ranges: tuple[Range, ...]
+    storages: Sequence[int]
+    addresses: list[int]
+    versions: list[int]
+
+
 class Scan(NamedTuple):
     """One look at an object: the storages that it owns outside their places, one adoptee a storage,
     in the adapter's order."""
@@ -62,20 +72,18 @@ class Scan(NamedTuple):
     def outside(self) -> list[Adoptee]:
         return [*(relocated.adoptee for relocated in self.relocated), *self.new]
 
-    def split(self, device: torch.device) -> tuple[list[Adoptee], Scan]:
-        """The new storages on this device, and those elsewhere."""
-
-        def away(adoptees: Sequence[Adoptee]) -> list[Adoptee]:
-            return [adoptee for adoptee in adoptees if adoptee.storage.device != device]
-
-        here = [adoptee for adoptee in self.new if adoptee.storage.device == device]
-        return here, Scan(away(self.lasting), away(self.transient))
+    def new_beside(self, device: torch.device) -> Scan:
+        """The new storages that are not on this device."""
+        return Scan(
+            [adoptee for adoptee in self.lasting if adoptee.storage.device != device],
+            [adoptee for adoptee in self.transient if adoptee.storage.device != device],
+        )
 
     def with_relocated(self) -> Scan:
         """The same with the relocated storages among the new ones, as far as they have bytes."""
-        lasting, transient = [*self.lasting], [*self.transient]
-        for relocated in self.relocated:
-            adoptee = relocated.adoptee
+        lasting = [*self.lasting]
+        transient = [*self.transient]
+        for _, _, adoptee in self.relocated:
             if adoptee.nbytes:
                 (transient if adoptee.owned[0].transient else lasting).append(adoptee)
         return self._replace(lasting=lasting, transient=transient, relocated=[])
@@ -88,8 +96,8 @@ optimizer's shard in the model's buffer). They may have left placement since."""
 
 
 def alias_tables() -> list[dict[int, int]]:
-    """`StorageScanner.aliases` of each registered object. No table is ever changed: a look that
-    finds other numbers makes another one."""
+    """`StorageScanner.aliases` of each registered object. No table is ever changed. A look with
+    other numbers makes another table."""
     return [scanner.aliases for scanner in _SCANNERS]
 
 
@@ -132,27 +140,25 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
     )
 
 
-def _adoptee(found: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
-    """The storage of these tensors of the object, and of those that state dicts show. One with
+def _adoptee(tensors: list[Owned], shown: Iterable[torch.Tensor]) -> Adoptee:
+    """The storage of these tensors of the object, and of those that state dicts show. A tensor with
     elements names it, if there is any."""
-    if len(found) > 1:
-        found.sort(key=lambda each: not each.tensor.numel())
-    return Adoptee(
-        found[0].name,
-        found[0].tensor.untyped_storage(),
-        (*[each.tensor for each in found], *shown),
-        tuple(found),
-    )
+    if len(tensors) > 1:
+        tensors.sort(key=lambda owned: not owned.tensor.numel())
+    first = tensors[0]
+    aliases = (*[owned.tensor for owned in tensors], *shown)
+    return Adoptee(first.name, first.tensor.untyped_storage(), aliases, tuple(tensors))
 
 
 def _places(ranges: Sequence[Range]) -> dict[int, int]:
-    """The address of the place of each adopted storage that is alive."""
-    return {
-        entry.ref.cdata: r.layout.addresses.base + entry.offset
-        for r in ranges
-        for entry in r.placed
-        if storage_use_count(entry.ref.cdata)
-    }
+    """The address of the place of each adopted storage (`_cdata`) that is alive."""
+    places = {}
+    for r in ranges:
+        base = r.layout.addresses.base
+        for entry in r.placed:
+            if storage_use_count(entry.ref.cdata):
+                places[entry.ref.cdata] = base + entry.offset
+    return places
 
 
 class _Walk:
@@ -169,17 +175,19 @@ class _Walk:
         self.new = new = dict[int, list[Owned]]()  # storages that are not adopted and not empty
         # weak references to `storages`, and more
         self.references = references = [entry.ref for r in ranges for entry in r.placed]
-        self.versions = Versions(placed_at := list[int](), versions := list[int]())
+        adopted, versions = list[int](), list[int]()
+        self.versions = Versions(adopted, versions)
         for owned in tensors:
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
             storages.append(key)
-            if (address := places.get(key)) is None:
+            address = places.get(key)
+            if address is None:
                 references.append(StorageWeakRef(storage))
                 if storage.nbytes():
                     new.setdefault(key, []).append(owned)
                 continue
-            placed_at.append(key)
+            adopted.append(key)
             versions.append(owned.version)
             if storage.data_ptr() == address:
                 in_place.append(owned)
@@ -212,10 +220,9 @@ class StorageScanner:
         self._alive: list[StorageWeakRef] = []
         # the object's new storages (`_cdata`) as of the last look: its own from then on
         self.discovered: frozenset[int] = frozenset()
-        self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
-        """The last look, if it found every tensor at its place: the ranges, and each tensor's
-        storage, address and version."""
-        # the `Adapter.steady` of what was adopted since the last look: it has moved in by the next
+        self._last: _Steady | None = None  # the last look, if every tensor was at its place
+        # the `Adapter.steady` of tensors adopted since the last look: they have moved in by the
+        # next
         self._adopted: object | None = None
         # the ranges at the last `unadopted`, and the record
         self._measured_at: tuple[tuple[Range, ...], object] | None = None
@@ -232,24 +239,26 @@ class StorageScanner:
         """The object's tensors that can be moved, also where it has got some that cannot."""
         # state may lie in the modules' storages by now, which a quick look does not see
         is_module = self.adapter.kind != "optimizer"
-        if is_module and (seen := self.adapter.unchanged()) is not None:
-            return seen.tensors
-        before, self.adapter.hands_back = self.adapter.hands_back, True
+        unchanged = self.adapter.unchanged() if is_module else None
+        if unchanged is not None:
+            return unchanged.tensors
+        hands_back = self.adapter.hands_back
+        self.adapter.hands_back = True
         try:
             return [owned.tensor for owned in self.adapter.owned()]
         finally:
-            self.adapter.hands_back = before
+            self.adapter.hands_back = hands_back
 
     def rescan(self, *, movable: bool = False, anew: bool = False) -> Scan:
-        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return
-        the storages outside their places.
-        `movable`: give sparse gradients storages that nothing else uses, so that everything new can
+        """Look at the object anew: update `versions`, `aliases` and `BORROWED`, and return the
+        storages outside their places.
+        `movable`: give sparse gradients storages without other users, so that all new storages can
         be moved.
         `anew`: look at every tensor, even if nothing has changed since the last look.
 
         Raises RegistrationError: a storage belongs to another handle.
         """
-        if not anew and self._is_known():
+        if not anew and self._is_steady():
             return Scan()
         self._last = self._adopted = None
         walk = self._walk(movable=movable)
@@ -257,14 +266,15 @@ class StorageScanner:
         shown: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in self.state_dict_tensors:
             shown[tensor.untyped_storage()._cdata].append(tensor)
-        places = {}
-        if walk.elsewhere:
-            places = {entry.ref.cdata: (r, entry) for r in self.ranges.all for entry in r.placed}
-        relocated = [
-            Relocated(*places[key], _adoptee(tensors, shown.get(key, ())))
-            for key, tensors in walk.elsewhere.items()
-        ]
-        lasting, transient = list[Adoptee](), list[Adoptee]()
+        places = dict[int, tuple[Range, PlacedStorage]]()
+        for r in self.ranges.all if walk.elsewhere else ():
+            places.update({entry.ref.cdata: (r, entry) for entry in r.placed})
+        relocated = list[Relocated]()
+        for key, tensors in walk.elsewhere.items():
+            adoptee = _adoptee(tensors, shown.get(key, ()))
+            relocated.append(Relocated(*places[key], adoptee))
+        lasting = list[Adoptee]()
+        transient = list[Adoptee]()
         for key, tensors in walk.new.items():
             adoptee = _adoptee(tensors, shown.get(key, ()))
             first = adoptee.owned[0]
@@ -272,42 +282,50 @@ class StorageScanner:
                 (transient if first.transient else lasting).append(adoptee)
         return Scan(lasting, transient, relocated, walk.in_place)
 
-    def _is_known(self) -> bool:
-        """Whether a quick look shows that nothing has changed since the last one, except that what
-        was adopted has moved in. Updates what is known."""
-        last, adopted, self._adopted = self._last, self._adopted, None
-        if last is not None and last[0] is not self.ranges.all:
+    def _is_steady(self) -> bool:
+        """Whether a quick look shows that nothing has changed since the last one, except that
+        adopted storages have moved in. Updates the facts of the last look."""
+        last = self._last
+        adopted = self._adopted
+        self._adopted = None
+        if last is not None and last.ranges is not self.ranges.all:
             last = None
         if last is None and (adopted is None or adopted is not self.adapter.steady):
             return False
-        if (seen := self.adapter.unchanged()) is None:
+        unchanged = self.adapter.unchanged()
+        if unchanged is None:
             return False
-        return self._is_in_place(seen) if last is None else self._is_as_before(seen, *last[1:])
+        if last is None:
+            return self._has_moved_in(unchanged)
+        return self._is_as_before(unchanged, last)
 
     def _walk(self, *, movable: bool) -> _Walk:
         walk = _Walk(self.adapter.owned(), self.ranges.all)
-        if movable and (sparse := list(self.adapter.sparse())):
+        sparse = list(self.adapter.sparse()) if movable else []
+        if sparse:
             del walk  # its tensors use the sparse gradients' storages, too
             for tensor in sparse:
                 own_storages(tensor)
             walk = _Walk(self.adapter.owned(), self.ranges.all)
         lent, refusal = self._belong_elsewhere(walk.new)
         if refusal is not None:
-            del walk  # an error that somebody keeps must not keep tensors
+            del walk  # an error that a caller keeps must not keep tensors
             raise RegistrationError(refusal)
-        BORROWED.update(owned.tensor for key in lent for owned in walk.new.pop(key))
+        for key in lent:
+            BORROWED.update(owned.tensor for owned in walk.new.pop(key))
         return walk
 
     def _note(self, walk: _Walk) -> None:
-        """Take what a walk has found as known from now on."""
-        self.discovered, self.versions = frozenset(walk.new), walk.versions
+        """Take the facts of a walk as those of the last look."""
+        self.discovered = frozenset(walk.new)
+        self.versions = walk.versions
         self._note_aliases(walk.storages, walk.references)
-        if (
-            walk.storages
-            and len(walk.in_place) == len(walk.storages)
-            and (seen := self.adapter.unchanged()) is not None
-        ):
-            self._last = self.ranges.all, walk.storages, seen.addresses, seen.versions
+        if walk.storages and len(walk.in_place) == len(walk.storages):
+            unchanged = self.adapter.unchanged()
+            if unchanged is not None:
+                self._last = _Steady(
+                    self.ranges.all, walk.storages, unchanged.addresses, unchanged.versions
+                )
 
     def versions_now(self) -> Versions:
         """The counters of the adopted storages, as of a new look."""
@@ -323,17 +341,14 @@ class StorageScanner:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
         of each, and of each one's base, which autograd keeps with the view. A parameter that is
         stepped is left out: its module counts it."""
-        borrowed = {id(tensor): tensor for tensor in self.adapter.borrowed()}
-        BORROWED.update(borrowed.values())
-        bases = {
-            id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None
-        }
-        stepped = {id(parameter) for parameter in self.adapter.stepped()} if bases else ()
-        return [
-            StorageWeakRef(tensor.untyped_storage())
-            for key, tensor in (borrowed | bases).items()
-            if key not in stepped
-        ]
+        tensors = {id(tensor): tensor for tensor in self.adapter.borrowed()}
+        BORROWED.update(tensors.values())
+        bases = [tensor._base for tensor in tensors.values() if tensor._base is not None]
+        tensors |= {id(base): base for base in bases}
+        if bases:
+            for parameter in self.adapter.stepped():
+                tensors.pop(id(parameter), None)
+        return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors.values()]
 
     def note_adopted(self) -> None:
         """Note that storages of the last look were adopted, so that the next one begins with their
@@ -348,57 +363,57 @@ class StorageScanner:
         if self.adapter.steady is None:  # else the last walk found none
             align_all(self.adapter.owned())
 
-    def _is_as_before(
-        self, found: Seen, storages: Sequence[int], addresses: list[int], last_versions: list[int]
-    ) -> bool:
-        """Whether tensors that the adapter has found unchanged are those of the last look, all at
-        their places. Updates the counters."""
-        if found.addresses != addresses:
+    def _is_as_before(self, unchanged: Seen, last: _Steady) -> bool:
+        """Whether tensors that the adapter calls unchanged are those of the last look, all at their
+        places. Updates the counters."""
+        if unchanged.addresses != last.addresses:
             return False
-        # The adapter says what is as at ITS last walk, which need not be the one of this look: a
-        # state dict that was loaded back in between lies at the same addresses, in storages that
-        # are not adopted.
-        if (
-            self.state_dict_tensors.shares_addresses
-            and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages
-        ):
-            return False
-        if found.versions != last_versions:
-            self.versions = Versions(storages, found.versions)
-            self._last = self.ranges.all, storages, addresses, found.versions
+        # Unchanged since the ADAPTER's last walk, which need not be the one of this look: a state
+        # dict that was loaded back in between lies at the same addresses, in storages that are not
+        # adopted.
+        if self.state_dict_tensors.shares_addresses:
+            storages = list(map(_CDATA, map(_STORAGE, unchanged.tensors)))
+            if storages != last.storages:
+                return False
+        if unchanged.versions != last.versions:
+            self.versions = Versions(last.storages, unchanged.versions)
+            self._last = last._replace(versions=unchanged.versions)
         return True
 
-    def _is_in_place(self, found: Seen) -> bool:
-        """Whether the tensors of the last look, which the adapter has found unchanged, have all
-        moved in since. Updates what is known."""
-        ranges, storages = self.ranges.all, list(map(_STORAGE, found.tensors))
+    def _has_moved_in(self, unchanged: Seen) -> bool:
+        """Whether the tensors of the last look, which the adapter calls unchanged, have all moved
+        in since. Updates the facts of the last look."""
+        ranges = self.ranges.all
+        storages = list(map(_STORAGE, unchanged.tensors))
         keys = list(map(_CDATA, storages))
-        places = _places(ranges)
-        if not keys or list(map(places.get, keys)) != list(
-            map(torch.UntypedStorage.data_ptr, storages)
-        ):
+        places = list(map(_places(ranges).get, keys))
+        if not keys or places != list(map(torch.UntypedStorage.data_ptr, storages)):
             return False
-        self.discovered, self.versions = frozenset(), Versions(keys, found.versions)
+        self.discovered = frozenset()
+        self.versions = Versions(keys, unchanged.versions)
         self._note_aliases(keys, [entry.ref for r in ranges for entry in r.placed])
-        self._last = ranges, keys, found.addresses, found.versions
+        self._last = _Steady(ranges, keys, unchanged.addresses, unchanged.versions)
         return True
 
-    def _belong_elsewhere(self, found: Mapping[int, list[Owned]]) -> tuple[list[int], str | None]:
-        """The storages among `found` that another handle owns and this object leaves there; and why
-        one of them is refused, or None. An optimizer leaves its modules what is theirs. So does a
-        sparse gradient, which gets a storage of its own before it is moved, and whatever is handed
-        back. Nothing else may be claimed a second time: whose it is was decided when it was first
-        seen."""
-        if not found:
+    def _belong_elsewhere(
+        self,
+        new: Mapping[int, list[Owned]],
+    ) -> tuple[list[int], str | None]:
+        """The storages among `new` that another handle owns and this object leaves there; and why
+        one of them is refused, or None.
+
+        An optimizer leaves the storages of its modules there. So does a sparse gradient, which gets
+        a storage of its own before it is moved, and an object that is handed back. No other storage
+        may be claimed a second time: its owner is the handle in which it was first seen.
+        """
+        if not new:
             return [], None
-        owners = RANGES.owners_of(
-            tensors[0].tensor.untyped_storage().data_ptr() for tensors in found.values()
-        )
-        theirs = {
-            key: owner
-            for key, owner in zip(found, owners, strict=True)
-            if owner is not None and owner is not self._owner()
-        }
+        storages = [tensors[0].tensor.untyped_storage() for tensors in new.values()]
+        owners = RANGES.owners_of(storage.data_ptr() for storage in storages)
+        other_owners = dict[int, Owner]()
+        for key, owner in zip(new, owners, strict=True):
+            if owner is not None and owner is not self._owner():
+                other_owners[key] = owner
         modules = set[Owner | None]()
         if not self.adapter.hands_back:
             modules = self._modules()
@@ -406,23 +421,25 @@ class StorageScanner:
                 owner = other._owner()
                 if owner is None or other is self:
                     continue
-                # what another object has got since its last look is its own all the same
-                if owner not in modules and other.discovered.isdisjoint(found):
+                # a storage that another object has got since its last look is its own all the same
+                if owner not in modules and other.discovered.isdisjoint(new):
                     continue
-                now = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
-                for key in found:
-                    if key in now and (owner in modules or key in other.discovered):
-                        theirs.setdefault(key, owner)
-        for key, owner in theirs.items():
-            first = next((owned for owned in found[key] if not owned.held), found[key][0])
+                keys = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
+                for key in new:
+                    if key in keys and (owner in modules or key in other.discovered):
+                        other_owners.setdefault(key, owner)
+        for key, owner in other_owners.items():
+            # first one that is not only held, if there is any
+            tensors = sorted(new[key], key=lambda owned: owned.held)
             is_left = (
                 self.adapter.hands_back
                 or owner in modules
-                or (first.wrapper is not None and is_sparse(first.wrapper))
+                or (tensors[0].wrapper is not None and is_sparse(tensors[0].wrapper))
+                or tensors[0].held
             )
-            if not is_left and not all(owned.held for owned in found[key]):
-                return [], _refusal(first, self.name, self.adapter.kind, owner.name)
-        return [*theirs], None
+            if not is_left:
+                return [], _refusal(tensors[0], self.name, self.adapter.kind, owner.name)
+        return [*other_owners], None
 
     def _modules(self) -> set[Owner | None]:
         """For an optimizer: the owners of the parameters that it steps."""
@@ -432,14 +449,12 @@ class StorageScanner:
         return {*RANGES.owners_of(stepped)} - {self._owner()}
 
     def unadopted(self) -> Unadopted | None:
-        """The object's storages in torch's own memory. None where nothing that comes with a
-        training has come since the last call, see `Adapter.record_if_current`: a policy that never
-        offloads asks often."""
-        if (record := self.adapter.record_if_current()) is not None and self._measured_at == (
-            self.ranges.all,
-            record,
-        ):
+        """The object's storages in torch's own memory. None where no state of a training has come
+        since the last call, see `Adapter.record_if_current`: a policy that never offloads asks
+        often."""
+        record = self.adapter.record_if_current()
+        if record is not None and self._measured_at == (self.ranges.all, record):
             return None
-        new = self.rescan()
+        scan = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return Unadopted.of([adoptee.storage for adoptee in new.new])
+        return Unadopted.of([adoptee.storage for adoptee in scan.new])

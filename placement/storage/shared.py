@@ -29,6 +29,8 @@ from placement.storage.range import Range
 # last words: this rank loads by itself from now on, or has unregistered the object
 ALONE, LEFT = -1, -2
 
+Span = tuple[int, int]  # offset and number of bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -46,9 +48,8 @@ class Shares:
     def part_bytes(self, nbytes: int) -> int:
         return nbytes // self.world_size // PAGE * PAGE
 
-    def of(self, nbytes: int) -> tuple[int, int]:
-        """(offset, bytes) of the span that this rank writes: its part, and for the last rank the
-        rest as well."""
+    def of(self, nbytes: int) -> Span:
+        """The span that this rank writes: its part, and for the last rank the rest as well."""
         part = self.part_bytes(nbytes)
         start = self.rank * part
         return start, nbytes - start if self.rank == self.world_size - 1 else part
@@ -76,8 +77,8 @@ class Ranks:
 
     @property
     def change(self) -> int:
-        """The number of the present change of the group, 1 or more. All ranks have the same one;
-        every change of every group another."""
+        """The number of the present change of the group, 1 or more. All ranks have the same number.
+        Every change of every group has another one."""
         return self._number(self.group.epoch)
 
     @property
@@ -91,8 +92,8 @@ class Ranks:
         digest = hashlib.sha256(f"{self.group.generation} {epoch}".encode()).digest()
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
-    def exchange_texts(self, what: str, text: str) -> list[str]:
-        return cast("list[str]", self.group.exchange_texts(what, text, self.shares.members))
+    def exchange_texts(self, topic: str, text: str) -> list[str]:
+        return cast("list[str]", self.group.exchange_texts(topic, text, self.shares.members))
 
     def agree(self, plan: Plan, stage: str, lacks_engines: bool) -> Any:
         """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the
@@ -152,43 +153,51 @@ class SharedCopy:
         self.loads[self.shares.rank] = word
 
 
-def others(shares: Shares, said: Sequence[object]) -> str | None:
-    """The ranks that say something else than most do, as words behind "rank"; None where all say
-    the same. If no answer is the most frequent, the earliest of the frequent ones counts."""
-    usual, _ = Counter(said).most_common(1)[0]
-    numbers = [str(shares.members[rank]) for rank, each in enumerate(said) if each != usual]
-    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else None
+def deviating_ranks(shares: Shares, answers: Sequence[object]) -> str | None:
+    """The ranks whose answer is not that of most ranks, as words behind "rank"; None where all
+    answers are equal. If no answer is the most frequent, the earliest of the frequent ones
+    counts."""
+    usual, _ = Counter(answers).most_common(1)[0]
+    numbers = list[str]()
+    for member, answer in zip(shares.members, answers, strict=True):
+        if answer != usual:
+            numbers.append(str(member))
+    if not numbers:
+        return None
+    return f"{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 # --- the range
 
 
-def spans_of(nbytes: int, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
-    """(offset, bytes) of each span that this rank writes in the host copy of a range of `nbytes`,
-    in order."""
+def spans_of(nbytes: int, chunk_bytes: int, shares: Shares) -> list[Span]:
+    """The spans that this rank writes in the host copy of a range of `nbytes`, in order."""
     end = round_up(used_bytes(nbytes), PAGE)
-    spans = [
-        (start, *shares.of(min(chunk_bytes, end - start))) for start in range(0, end, chunk_bytes)
-    ]
-    return [(start + offset, own) for start, offset, own in spans if own]
+    spans = list[Span]()
+    for start in range(0, end, chunk_bytes):
+        offset, share_bytes = shares.of(min(chunk_bytes, end - start))
+        if share_bytes:
+            spans.append((start + offset, share_bytes))
+    return spans
 
 
 class SharedRange(Range):
-    """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered
-    as soon as its parts have arrived."""
+    """A range of which each chunk is divided among the ranks. So a chunk can be gathered as soon as
+    its parts have arrived."""
 
     def __init__(
         self, device: Device, layout: RangeLayout, copy: SharedCopy, adoptees: tuple[Adoptee, ...]
     ) -> None:
         super().__init__(device, layout, copy.slab, adoptees, transient=False)
-        self.copy, self.shares = copy, copy.shares
+        self.copy = copy
+        self.shares = copy.shares
         self.is_shared = True
-        # why this rank loads everything over its own link from now on; None while the ranks load
+        # why this rank loads the whole over its own link from now on; None while the ranks load
         # together
         self.alone: str | None = None
 
     def load_alone(self, reason: str) -> None:
-        """Load everything over this rank's own link from now on, and say so to the others."""
+        """Load the whole range over this rank's own link from now on, and tell the other ranks."""
         self.alone = reason
         self.copy.say(ALONE)
 
@@ -197,18 +206,29 @@ class SharedRange(Range):
         divide."""
         return self.shares.part_bytes(round_up(self.used_sizes[index], PAGE))
 
-    def gathered(self, index: int) -> tuple[int, int]:
-        """(offset, bytes) in the range of the parts of all ranks together, in one chunk."""
+    def gathered(self, index: int) -> Span:
+        """The span in the range of the parts of all ranks together, in one chunk."""
         return self.starts[index], self.shares.world_size * self.part_bytes(index)
 
-    def copies(self, index: int) -> tuple[list[Copy], ...]:
+    def copies(self, index: int) -> tuple[list[Copy], list[Copy]]:
         """The copies that this rank makes of one chunk (its part, and the undivided rest), and
         those of the other ranks' parts."""
-        part, rank, (start, after) = self.part_bytes(index), self.shares.rank, self.gathered(index)
-        own = (rank * part, part), (after, self.used_sizes[index] - after)
-        rest = (0, rank * part), ((rank + 1) * part, after - (rank + 1) * part)
-        device, host = self.layout.addresses.base + start, self.host.address + start
-        return tuple(
-            [Copy(device + at, host + at, nbytes) for at, nbytes in runs if nbytes > 0]
-            for runs in (own, rest)
-        )
+        start, divided_bytes = self.gathered(index)
+        part_bytes = self.part_bytes(index)
+        bytes_before = self.shares.rank * part_bytes
+        bytes_behind = divided_bytes - part_bytes - bytes_before
+        part = start + bytes_before
+        rest_bytes = self.used_sizes[index] - divided_bytes
+        own = [(part, part_bytes), (start + divided_bytes, rest_bytes)]
+        other = [(start, bytes_before), (part + part_bytes, bytes_behind)]
+        return self._copies_of(own), self._copies_of(other)
+
+    def _copies_of(self, spans: Sequence[Span]) -> list[Copy]:
+        """The copies of these spans of the range."""
+        device = self.layout.addresses.base
+        host = self.host.address
+        copies = list[Copy]()
+        for start, nbytes in spans:
+            if nbytes > 0:
+                copies.append(Copy(device + start, host + start, nbytes))
+        return copies

@@ -15,26 +15,31 @@ class Versions(NamedTuple):
     versions: Sequence[int] = ()
 
     def with_new_of(self, later: Versions) -> Versions:
-        """These counters, and those of a later look for the storages that it has found first."""
-        known = {*self.storages}
-        new = [pair for pair in zip(*later, strict=True) if pair[0] not in known]
-        storages = [*self.storages, *(storage for storage, _ in new)]
-        return Versions(storages, [*self.versions, *(version for _, version in new)])
+        """These counters, and those of a later look for storages that are not among these."""
+        storages = [*self.storages]
+        versions = [*self.versions]
+        earlier = {*storages}
+        for storage, version in zip(*later, strict=True):
+            if storage not in earlier:
+                storages.append(storage)
+                versions.append(version)
+        return Versions(storages, versions)
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look: no write lowers a counter. A
         storage that has got or lost a tensor since is not compared."""
         if self == before:  # the common case, and fast for tens of thousands of tensors
             return set()
-        now, written = self._by_storage(), set()
-        for key, versions in before._by_storage().items():
-            current = now.get(key, [])
-            if len(current) == len(versions) and sum(current) > sum(versions):
-                written.add(key)
+        written = set[int]()
+        present_versions = self._by_storage()
+        for storage, versions in before._by_storage().items():
+            present = present_versions.get(storage, [])
+            if len(present) == len(versions) and sum(present) > sum(versions):
+                written.add(storage)
         return written
 
     def _by_storage(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for key, version in zip(*self, strict=True):
-            found.setdefault(key, []).append(version)
-        return found
+        by_storage: dict[int, list[int]] = {}
+        for storage, version in zip(*self, strict=True):
+            by_storage.setdefault(storage, []).append(version)
+        return by_storage

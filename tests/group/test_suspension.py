@@ -213,13 +213,13 @@ def test_a_suspension_that_began_meanwhile_is_not_resumed(four: list[Rank]) -> N
     """The one who resumes speaks of the one before."""
     rank = four[0]
     suspension = rank.manager._stack.suspension
-    with suspension.concluding(SuspensionRequest(epoch=7)):
+    with suspension.suspending(SuspensionRequest(epoch=7)):
         pass
     note_resumed = rank.group.note_resumed
 
     def meanwhile(epoch: int) -> None:
         note_resumed(epoch)
-        with suspension.concluding(SuspensionRequest(epoch=8)):
+        with suspension.suspending(SuspensionRequest(epoch=8)):
             pass
 
     rank.group.note_resumed = meanwhile  # type: ignore[method-assign]

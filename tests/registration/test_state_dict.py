@@ -419,7 +419,7 @@ class Leaving:
             parameter.data.add_(1)
         self.wanted = copy.deepcopy(dict(self.model.state_dict()))
         self.hidden: list[bool] = []
-        hide = ManagedStorage.hide
+        hide = ManagedStorage.try_to_hide
 
         def hide_and_look(holding: ManagedStorage, *its: Any) -> bool:
             if not self.hidden:
@@ -429,7 +429,7 @@ class Leaving:
                 after()
             return self.hidden[-1]
 
-        monkeypatch.setattr(ManagedStorage, "hide", hide_and_look)
+        monkeypatch.setattr(ManagedStorage, "try_to_hide", hide_and_look)
 
 
 def test_another_thread_waits_for_values_that_are_aside_and_not_saved_yet(

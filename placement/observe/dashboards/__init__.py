@@ -65,33 +65,28 @@ def export(
         raise PlacementError(f"grafana_path is {grafana_path!r}; it must be an absolute path")
     root = Path(directory).absolute()
     pages = grafana_path or str(root / _PAGES)
-    kind, found = _found_by(discovery)
+    key, section = _discovery_section(discovery)
     texts = {
         "grafana/provisioning/datasources/placement.yml": _DATASOURCE.format(
             url=json.dumps(prometheus_url), interval=scrape_interval
         ),
         "grafana/provisioning/dashboards/placement.yml": _PROVIDER.format(path=json.dumps(pages)),
-        **{
-            f"{_PAGES}/{path.name}": path.read_text(encoding="utf-8")
-            for path in sorted(FILES.glob("*.json"))
-        },
-        "prometheus/prometheus.yml": _PROMETHEUS.format(
-            interval=scrape_interval, kind=kind, found=found
-        ),
-        "prometheus/rules/placement.yml": (FILES / "placement.rules.yml").read_text(
-            encoding="utf-8"
-        ),
     }
-    wanted = {root / name: text for name, text in texts.items()}
+    for path in sorted(FILES.glob("*.json")):
+        texts[f"{_PAGES}/{path.name}"] = _text(path)
+    texts["prometheus/prometheus.yml"] = _PROMETHEUS.format(
+        interval=scrape_interval, key=key, section=section
+    )
+    texts["prometheus/rules/placement.yml"] = _text(FILES / "placement.rules.yml")
+    files = {root / name: text for name, text in texts.items()}
     try:
-        changed = [
-            path
-            for path, text in wanted.items()
-            if not path.is_file() or path.read_text(encoding="utf-8") != text
-        ]
-        theirs = [path for path in changed if path.exists()]
-        if theirs and not overwrite:
-            names = ", ".join(map(str, theirs))
+        changed = []
+        for path, text in files.items():
+            if not path.is_file() or _text(path) != text:
+                changed.append(path)
+        existing = [path for path in changed if path.exists()]
+        if existing and not overwrite:
+            names = ", ".join(map(str, existing))
             raise PlacementError(
                 f"{names} would change; nothing was written. Overwrite with --force, or choose "
                 "another directory"
@@ -100,13 +95,17 @@ def export(
             path.parent.mkdir(parents=True, exist_ok=True)
             # Grafana and Prometheus read *.json and *.yml at any moment
             with replacing(path) as file:
-                file.write(wanted[path].encode())
+                file.write(files[path].encode())
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot write dashboards to {root}: {error}") from error
-    return list(wanted)
+    return list(files)
 
 
-def _found_by(discovery: str) -> tuple[str, str]:
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _discovery_section(discovery: str) -> tuple[str, str]:
     """The Prometheus key for the way to find workers, and the rest of that section."""
     if discovery.startswith(("http:", "https:")):
         if not _URL.fullmatch(discovery):
@@ -161,6 +160,6 @@ rule_files:
 scrape_configs:
   # Each target brings its labels: instance, run, node, rank, gpu_uuid.
   - job_name: placement
-    {kind}:
-      {found}
+    {key}:
+      {section}
 """

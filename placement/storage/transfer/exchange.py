@@ -1,15 +1,15 @@
-"""Move several handles at once: both directions of the link are busy, and memory that one gives up
-goes behind the next.
+"""Move several handles at once: both directions of the link are busy, and memory that one handle
+gives up goes behind the addresses of the next.
 
 A handle that leaves is copied to the host page by page. As soon as a page has arrived there, its
-memory is taken from behind the old addresses and, if another handle comes, put behind the new ones.
-So a swap needs the memory of the larger side, plus `WINDOW` chunks.
+memory is taken from behind the old addresses. If another handle comes, it is put behind the new
+ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
 The order of the steps keeps each page's bytes complete somewhere: a page is vacated after its bytes
 are in the host copy. A move is committed after its last page was vacated, or is aside with its copy
 to the host started (`hide`, `save_aside`). `ManagedStorage.make_consistent` settles the rest after
-an error. Pages that are aside are remapped before anything is copied: the driver remaps a chunk in
-0.1 ms while the link is idle, and in 1 ms while it is busy (H200, chunks of 128 MiB).
+an error. Pages that are aside are remapped before any is copied: the driver remaps a chunk of
+128 MiB in 0.1 ms while the link is idle, and in 1 ms while it is busy (H200).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -68,12 +69,13 @@ class Comparison:
 
     def __init__(self, device: Device, holding: ManagedStorage, r: Range) -> None:
         self.host_prints = None if r.pages.prints is None else r.pages.prints.cpu()
-        # The host copy of a readonly handle stays as it is: nothing is copied, and what differs is
-        # an error. Its gradients, which are in transient ranges, may change.
+        # The host copy of a readonly handle stays as it is: no page is copied, and a page that
+        # differs is an error. Its gradients, which are in transient ranges, may change.
         self.keeps_host_copy = holding.readonly and self.host_prints is not None and not r.transient
         self.device_prints = torch.empty(len(r.chunk_sizes), dtype=torch.int64, device="cpu")
         self.wrong: list[int] = []  # the pages that changed although the host copy stays as it is
-        self._device, self._range = device, r
+        self._device = device
+        self._range = r
         self._num_compared = 0
         self._asked: Callable[[], torch.Tensor] | None = None
         self.num_next = _LEAD  # the number of pages to ask for next
@@ -93,12 +95,14 @@ class Comparison:
     def take(self) -> tuple[range, list[int]]:
         """The pages that were asked for, and those of them that differ from the host copy or may
         differ."""
-        first, found = self._num_compared, self.ask()()
-        self._num_compared, self._asked = (last := first + len(found)), None
-        self.device_prints[first:last] = found
-        return range(first, last), self._range.differing(
-            None if self.host_prints is None else self.host_prints[first:last], found, first
-        )
+        prints = self.ask()()
+        first = self._num_compared
+        last = first + len(prints)
+        self._num_compared = last
+        self._asked = None
+        self.device_prints[first:last] = prints
+        host_prints = None if self.host_prints is None else self.host_prints[first:last]
+        return range(first, last), self._range.differing(host_prints, prints, first)
 
 
 @dataclass(slots=True)
@@ -127,15 +131,24 @@ class Departure:
             self.comparisons[self.waiting[0]].ask()
 
 
+class ArrivingPage(NamedTuple):
+    """A page that waits for memory on the device."""
+
+    holding: ManagedStorage
+    range: Range
+    number: int
+    nbytes: int
+
+
 class Arrivals:
     """Pages on their way to the device. They wait for memory, in order, and then their copies
-    start. Pages that are shorter than a chunk, which no full chunk fits, come last. `chunk_pool`:
-    gives their memory."""
+    start. Pages that are shorter than a chunk, which no full chunk fits, come last.
+    `chunk_pool`: gives their memory."""
 
     def __init__(self, device: Device, chunk_pool: ChunkPool) -> None:
         self._device = device
         self._chunk_pool = chunk_pool
-        self._waiting: deque[tuple[ManagedStorage, Range, int]] = deque()
+        self._waiting: deque[ArrivingPage] = deque()
         self._burst = 0  # the number of pages in the last burst
         # bytes that this process copies to the device, by handle's storage
         self.brought_bytes: Counter[ManagedStorage] = Counter()
@@ -145,33 +158,35 @@ class Arrivals:
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
         """Add the pages of these ranges that have no memory."""
-        pages = [
-            *self._waiting,
-            *((holding, r, index) for r in ranges for index in r.pages.without_memory()),
-        ]
-        self._waiting = deque(
-            sorted(pages, key=lambda each: each[1].chunk_sizes[each[2]] < self._device.chunk_bytes)
-        )
+        pages = [*self._waiting]
+        for r in ranges:
+            for index in r.pages.without_memory():
+                pages.append(ArrivingPage(holding, r, index, r.chunk_sizes[index]))
+        pages.sort(key=lambda page: page.nbytes < self._device.chunk_bytes)
+        self._waiting = deque(pages)
 
     def open_window(self, room_bytes: int) -> None:
         """Start the first copies: of the first `WINDOW` pages, as far as they fit into the room
-        beside everything that leaves."""
-        sizes = itertools.accumulate(
-            r.chunk_sizes[index] for _, r, index in itertools.islice(self._waiting, WINDOW)
-        )
-        self.bring_what_fits(most_created=sum(nbytes <= room_bytes for nbytes in sizes), longest=1)
+        beside all pages that leave."""
+        num_fitting = 0
+        for page in itertools.islice(self._waiting, WINDOW):
+            room_bytes -= page.nbytes
+            num_fitting += room_bytes >= 0
+        self.bring_while_memory_lasts(most_created=num_fitting, longest=1)
 
     def bring_more(self) -> None:
         """Bring the next burst: put memory from the pool or the driver behind its pages, and start
         their copies. A short first one starts the link; the longer it has work, the more may be
         mapped. A burst may cover several ranges."""
-        gathers = any(r.is_shared for _, r, _ in self._waiting)
-        wanted = _GATHERED if gathers else self._burst * BURST_GROWTH or FIRST_BURST
-        self._burst = left = min(wanted, len(self._waiting))
-        while left:
-            left -= self._bring(left, longest=left)[0]
+        burst = self._burst * BURST_GROWTH or FIRST_BURST
+        if any(page.range.is_shared for page in self._waiting):
+            burst = _GATHERED
+        self._burst = min(burst, len(self._waiting))
+        num_lacking = self._burst
+        while num_lacking:
+            num_lacking -= self._bring(num_lacking, longest=num_lacking)[0]
 
-    def bring_what_fits(self, *, most_created: int, longest: int) -> None:
+    def bring_while_memory_lasts(self, *, most_created: int, longest: int) -> None:
         """Bring the next pages, at most `longest` together, until memory lacks: `most_created`
         chunks may come from the driver."""
         while self:
@@ -183,20 +198,20 @@ class Arrivals:
     def _bring(self, most_created: int, *, longest: int) -> tuple[int, int]:
         """Bring the next neighbouring pages of one range. Returns their number (0: memory lacks),
         and how many of them the driver gave."""
-        holding, r, first = self._waiting[0]
-        # The next page of a range is no neighbour where pages between the two were prefetched.
-        places = enumerate(itertools.islice(self._waiting, longest), first)
-        wanted = [
-            place
-            for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)
-        ]
-        sizes = [r.chunk_sizes[index] for index in wanted]
+        holding, r, first, _ = self._waiting[0]
+        run = list[int]()
+        for index, page in enumerate(itertools.islice(self._waiting, longest), first):
+            # the next page of a range is no neighbour where pages between the two were prefetched
+            if page.range is not r or page.number != index:
+                break
+            run.append(index)
+        sizes = [r.chunk_sizes[index] for index in run]
         served = self._chunk_pool.count(sizes, most_created)
         if not served:
             return 0, 0
         created = served - min(served, self._chunk_pool.count(sizes, 0))
-        r.pages.put(wanted[:served], self._chunk_pool)
-        self.brought_bytes[holding] += holding.bring(r, wanted[:served])
+        r.pages.put(run[:served], self._chunk_pool)
+        self.brought_bytes[holding] += holding.bring(r, run[:served])
         for _ in range(served):
             self._waiting.popleft()
         return served, created
@@ -207,14 +222,15 @@ class Exchange:
     """The moves of one phase transition, made at its beginning and dropped at its end."""
 
     device: Device
-    chunk_pool: ChunkPool  # gives chunks to the handles that come, and gets those that nobody takes
+    # gives chunks to the handles that come, and gets those that no handle takes
+    chunk_pool: ChunkPool
     # compares the bytes that arrive with those that were sent; None: nothing is compared
     verifier: Verifier | None
     # handles' storages whose gradients are dropped when they leave TRAINING
     dropping: Collection[ManagedStorage] = ()
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    """Device bytes that may stay aside, by handle's storage that leaves, so that nobody waits for
-    their saves."""
+    """Device bytes that may stay aside, by handle's storage that leaves, so that no thread waits
+    for their saves."""
     while_copying: Callable[[], object] = lambda: None
     """Called once a run, if any storage leaves. The link has work by then, unless memory is put
     aside first."""
@@ -237,37 +253,32 @@ class Exchange:
         memory is vacated. The loaded ones may still be on the link; the calling thread's current
         stream waits for them. After an error every handle's storage is settled on one side or the
         other.
-        `releases_at_once`: give chunks that nobody waits for back while the rest is copied. Going
+        `releases_at_once`: give chunks that no page waits for back while the rest is copied. Going
         back may then ask the driver."""
         began = time.monotonic()
-        self._arrivals, self._releases_at_once = (
-            Arrivals(self.device, self.chunk_pool),
-            releases_at_once,
-        )
-        self._room_bytes = (
-            min(self.device.memory().free_bytes, self.chunk_pool.room_bytes)
-            if leaving and coming
-            else 0
-        )
+        self._arrivals = Arrivals(self.device, self.chunk_pool)
+        self._releases_at_once = releases_at_once
+        self._room_bytes = 0
+        if leaving and coming:
+            self._room_bytes = min(self.device.memory().free_bytes, self.chunk_pool.room_bytes)
         # an earlier exchange of this phase transition may have left one in between
         for holding in (*leaving, *coming):
             holding.make_consistent(self.chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
-        if any(each.state_dict_tensors.are_held for each in into):
+        if any(holding.state_dict_tensors.are_held for holding in into):
             # a write into a state dict may be queued on the current stream, and loads wait for no
             # stream
             self.device.wait_for_work()
         try:
             early = self._begin(out, into)
-            dropped = {
-                each: each.gradients.ranges(each.ranges) for each in out if each in self.dropping
-            }
-            departures = [
-                Departure(each, aside_bytes=self._aside_bytes(each), dropped=dropped.get(each))
-                for each in out
-            ]
-            self._puts_aside = any(each.aside_bytes for each in departures)
+            departures = []
+            for holding in out:
+                departure = Departure(holding, aside_bytes=self._aside_bytes(holding))
+                if holding in self.dropping:
+                    departure.dropped = holding.gradients.ranges(holding.ranges)
+                departures.append(departure)
+            self._puts_aside = any(departure.aside_bytes for departure in departures)
             if departures:
                 self._enqueue_first(departures)
             else:
@@ -276,25 +287,23 @@ class Exchange:
             # Look at every tensor only now, while the link is busy. Vacate only after that: the
             # memory of a range may hold new tensors, which a state dict gave the object, and they
             # must be taken in first.
-            for each in departures:
-                each.fresh, each.has_new_state = each.holding.take_in_leaving(
-                    drops=each.dropped is not None
+            for departure in departures:
+                departure.fresh, departure.has_new_state = departure.holding.take_in_leaving(
+                    drops_gradients=departure.dropped is not None
                 )
-                each.copied_bytes += sum(
-                    adoptee.nbytes for r in each.fresh for adoptee in r.moving_in or ()
-                )
+                departure.copied_bytes += sum(sum(r.layout.sizes) for r in departure.fresh)
             for holding in into:
                 self._arrivals.expect(holding, holding.take_in_coming())
             if self._puts_aside:
                 self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
             self._move_out(departures)
-            moved = self._commit_offloads(departures) | self._load(into, early)
+            results = self._commit_offloads(departures) | self._load(into, early)
         except BaseException as error:
             self._go_back(out, into, error)
             raise
         seconds = time.monotonic() - began
-        return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
+        return {holding: replace(result, seconds=seconds) for holding, result in results.items()}
 
     def _go_back(
         self, out: Sequence[ManagedStorage], into: Sequence[ManagedStorage], error: BaseException
@@ -306,39 +315,40 @@ class Exchange:
             with contextlib.suppress(Exception):
                 self.device.sync()
         # Storages that give up memory come first, so that those that need it back find it.
-        for holding in sorted((*out, *into), key=lambda each: each.on_device):
+        for holding in sorted((*out, *into), key=lambda holding: holding.on_device):
             try:
                 holding.make_consistent(self.chunk_pool)
             except Exception as failure:
                 error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
             finally:
-                holding.host_has_newest.set()  # nobody waits any longer
+                holding.host_has_newest.set()  # no reader waits any longer
 
     def _move_out(self, departures: Sequence[Departure]) -> None:
-        """Take away the memory of what leaves, as it arrives on the host, and put it behind what
-        comes."""
-        if self.verifier is not None and any(each.fresh for each in departures):
+        """Take away the memory of pages that leave, as they arrive on the host, and put it behind
+        pages that come."""
+        has_new_storages = any(departure.fresh for departure in departures)
+        if self.verifier is not None and has_new_storages:
             # Before any memory goes: where a state dict was loaded back, new storages may lie in
             # that of a range.
             self.device.wait(self.device.mark("to_host"))
-            for each in departures:
-                self.verifier.check_newborn(each.holding, each.fresh)
-        for each in departures:
-            self._enqueue_rest(each)
-        for each in departures:
-            self._vacate(each, waits=True)
+            for departure in departures:
+                self.verifier.check_newborn(departure.holding, departure.fresh)
+        for departure in departures:
+            self._enqueue_rest(departure)
+        for departure in departures:
+            self._vacate(departure, waits=True)
         mark = self.device.mark("to_host")
-        for each in departures:
-            each.holding.save_aside()
+        for departure in departures:
+            departure.holding.save_aside()
         interrupts.check()
-        if any(each.fresh for each in departures):
+        if has_new_storages:
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]
     ) -> dict[ManagedStorage, int]:
-        """Begin each move, with the device idle if anything leaves, and show what was prefetched.
-        Returns the bytes of that, by storage."""
+        """Begin each move, with the device idle if a storage leaves, and show prefetched pages.
+        Returns the bytes of these, by storage."""
         # before the device is waited for: a call that begins now would start kernels
         for holding in leaving:
             holding.begin_leaving()
@@ -349,27 +359,30 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)
-        return {
-            each: sum(r.pages.show(r.pages.at(Behind.ASIDE)) for r in each.ranges)
-            for each in coming
-        }
+        early = dict[ManagedStorage, int]()
+        for holding in coming:
+            early[holding] = 0
+            for r in holding.ranges:
+                early[holding] += r.pages.show(r.pages.at(Behind.ASIDE))
+        return early
 
     def _enqueue_first(self, departures: Sequence[Departure]) -> None:
         """Enqueue the first pages of each storage, so that the link has work. If any of these is
         copied, enqueue all others, too."""
-        for each in departures:
-            dropped = {*(each.dropped or ())}
-            each.waiting.extend([r for r in each.holding.ranges if r not in dropped])
-            if each.waiting:
-                self._enqueue_part(each)
+        for departure in departures:
+            dropped = {*(departure.dropped or ())}
+            departure.waiting.extend([r for r in departure.holding.ranges if r not in dropped])
+            if departure.waiting:
+                self._enqueue_part(departure)
         if not self._puts_aside:
             self._arrivals.open_window(self._room_bytes)
-        for each in departures:  # not before: the kernel that wipes the window's memory would wait
-            each.ask_more()
-        if self._puts_aside or any(each.copied_bytes for each in departures):
-            for each in departures:
-                while each.waiting:
-                    self._enqueue_part(each)
+        # not before: the kernel that wipes the window's memory would wait
+        for departure in departures:
+            departure.ask_more()
+        if self._puts_aside or any(departure.copied_bytes for departure in departures):
+            for departure in departures:
+                while departure.waiting:
+                    self._enqueue_part(departure)
         self.while_copying()
 
     def _enqueue_rest(self, departure: Departure) -> None:
@@ -378,36 +391,35 @@ class Exchange:
         while departure.waiting:
             self._enqueue_part(departure)
             departure.ask_more()  # computed while this part is vacated
-            # another's host copy, which readers see from here on, may lack what comes next
+            # another handle's host copy, which readers see from here on, may lack the next pages
             if departure.holding.readonly:
                 self._vacate(departure, waits=False)
 
     def _vacate(self, departure: Departure, *, waits: bool) -> None:
         """Take away the memory of pages that are on the host (or wait for them), in order, and put
         it behind pages that come."""
-        while departure.batches and (
-            waits or departure.batches[0][0].pages.table[departure.batches[0][1][0]].copied is None
-        ):
-            r, indices = departure.batches.popleft()
+        while departure.batches:
+            r, indices = departure.batches[0]
+            if not waits and r.pages.table[indices[0]].copied is not None:
+                return
+            departure.batches.popleft()
             if self.verifier is not None:
                 r.pages.wait(indices)
-                found = departure.comparisons[r]
-                coming = (
-                    found.host_prints
-                    if found.keeps_host_copy and found.host_prints is not None
-                    else found.device_prints
-                )
+                comparison = departure.comparisons[r]
+                prints = comparison.device_prints
+                if comparison.keeps_host_copy and comparison.host_prints is not None:
+                    prints = comparison.host_prints
                 chunks = range(indices[0], indices[-1] + 1)
-                self.verifier.check_host(departure.holding, r, chunks, coming)
+                self.verifier.check_host(departure.holding, r, chunks, prints)
             departure.holding.vacate(r, indices, self.chunk_pool)
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
-            self._arrivals.bring_what_fits(most_created=0, longest=BATCH)
+            self._arrivals.bring_while_memory_lasts(most_created=0, longest=BATCH)
             interrupts.check()
 
     def _aside_bytes(self, holding: ManagedStorage) -> int:
-        # Not where something may use the host copy at any moment, also through a view, or where
-        # what arrives there is to be compared.
+        # Not where a reader may use the host copy at any moment, also through a view, or where
+        # arriving bytes are to be compared.
         if self.verifier is not None or holding.state_dict_tensors.are_held:
             return 0
         return self.staying.get(holding, 0)
@@ -415,73 +427,84 @@ class Exchange:
     def _enqueue_part(self, departure: Departure) -> None:
         """Compare the next pages, enqueue the copies of those that changed, and cut all into
         batches; where memory is to stay aside, `_let_stay` does both."""
-        holding, r = departure.holding, departure.waiting[0]
-        if (comparison := departure.comparisons.get(r)) is None:
-            comparison = departure.comparisons[r] = Comparison(self.device, holding, r)
+        holding = departure.holding
+        r = departure.waiting[0]
+        if r not in departure.comparisons:
+            departure.comparisons[r] = Comparison(self.device, holding, r)
+        comparison = departure.comparisons[r]
         indices, changed = comparison.take()
         if not comparison.num_left:
             departure.waiting.popleft()
-        comparison.wrong += changed if comparison.keeps_host_copy else ()
-        dirty = () if comparison.keeps_host_copy else changed
+        dirty = changed
+        if comparison.keeps_host_copy:
+            comparison.wrong += changed
+            dirty = []
         r.pages.note_clean(indices)
         r.pages.note_changed(dirty)
-        comparison.num_next = (
-            comparison.num_left if dirty else max(_SECOND, _PART_GROWTH * len(indices))
-        )
-        if dirty and r.is_shared:
-            holding.make_host_copy_own(r, dirty)
+        comparison.num_next = max(_SECOND, _PART_GROWTH * len(indices))
         if dirty:
+            comparison.num_next = comparison.num_left
+            if r.is_shared:
+                holding.make_host_copy_own(r, dirty)
             r.pages.prints = None
         if not self._puts_aside:
             departure.batches.extend(self._copy_out(r, indices))
-        departure.copied_bytes += r.pages.used_bytes_of(dirty)
-        departure.skipped_bytes += r.pages.used_bytes_of(indices) - r.pages.used_bytes_of(dirty)
+        dirty_bytes = r.pages.used_bytes_of(dirty)
+        departure.copied_bytes += dirty_bytes
+        departure.skipped_bytes += r.pages.used_bytes_of(indices) - dirty_bytes
 
-    def _copy_out(self, r: Range, indices: range) -> Iterator[tuple[Range, list[int]]]:
+    def _copy_out(
+        self,
+        r: Range,
+        indices: range,
+    ) -> Iterator[tuple[Range, list[int]]]:
         """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for
         their memory."""
         is_awaited = bool(self._arrivals)
         for newest, run in itertools.groupby(
             indices, key=lambda index: r.pages.table[index].newest
         ):
-            those, is_dirty = [*run], newest is Side.DEVICE
-            step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else BATCH
-            # The last page of a range is vacated separately, once the link is idle: copying takes
-            # longer than vacating. A short one goes with the page before it, whose memory would be
-            # given back no sooner.
-            is_last = is_dirty and not is_awaited and those[-1] + 1 == len(r.chunk_sizes)
-            num_last = 0
-            if is_last:
-                num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
-            num_first = max(0, len(those) - num_last)
-            batches = [
-                those[start : min(start + step, num_first)] for start in range(0, num_first, step)
-            ]
-            if num_first < len(those):
-                batches.append(those[num_first:])
+            pages = [*run]
+            num_first = len(pages)
+            size = _CLEAN_BATCH
+            if newest is Side.DEVICE:
+                size = 1 if is_awaited else BATCH
+                # The last page of a range is vacated separately, once the link is idle: copying
+                # takes longer than vacating. A short one goes with the page before it, whose memory
+                # would be given back no sooner.
+                if not is_awaited and pages[-1] + 1 == len(r.chunk_sizes):
+                    num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
+                    num_first = max(0, num_first - num_last)
+            first_pages = pages[:num_first]
+            batches = [first_pages[start : start + size] for start in range(0, num_first, size)]
+            if num_first < len(pages):
+                batches.append(pages[num_first:])
             for batch in batches:
                 r.pages.save(batch)
                 yield r, batch
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
         """Put the memory that stays aside: of each range the first pages, as far as there is room
-        and none is wrong. Only then enqueue the copies of the other pages."""
+        and none is wrong. Only then enqueue the copies of the other pages. Every page has been
+        compared before. A range stays behind its own addresses where a state dict shows it."""
         leaving: list[tuple[Departure, Range, range]] = []
-        for each in departures:
-            for r, comparison in each.comparisons.items():
-                sizes, num = r.chunk_sizes, 0
+        for departure in departures:
+            for r, comparison in departure.comparisons.items():
+                sizes = r.chunk_sizes
+                num_staying = 0
                 while (
                     r.pages.can_be_aside
-                    and num < len(sizes)
-                    and sizes[num] <= each.aside_bytes
-                    and num not in comparison.wrong
+                    and num_staying < len(sizes)
+                    and sizes[num_staying] <= departure.aside_bytes
+                    and num_staying not in comparison.wrong
                 ):
-                    each.aside_bytes -= sizes[num]
-                    num += 1
-                is_hidden = num and each.holding.hide(r, range(num))
-                leaving.append((each, r, range(num if is_hidden else 0, len(sizes))))
-        for each, r, indices in leaving:
-            each.batches.extend(self._copy_out(r, indices))
+                    departure.aside_bytes -= sizes[num_staying]
+                    num_staying += 1
+                if num_staying and not departure.holding.try_to_hide(r, range(num_staying)):
+                    num_staying = 0
+                leaving.append((departure, r, range(num_staying, len(sizes))))
+        for departure, r, indices in leaving:
+            departure.batches.extend(self._copy_out(r, indices))
 
     def _limit_room(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]
@@ -489,38 +512,41 @@ class Exchange:
         """Limit the memory that a swap takes, however much is free, to the larger side and the
         window, and leave the rest to others."""
         if leaving and coming:
-            freed = sum(max(0, each.chunk_bytes - self._aside_bytes(each)) for each in leaving)
-            gain = sum(each.device_bytes - each.prefetched_bytes for each in coming) - freed
-            self.chunk_pool.room_bytes = min(
-                self.chunk_pool.room_bytes, max(0, gain) + WINDOW * self.device.chunk_bytes
-            )
+            gained_bytes = 0
+            for holding in coming:
+                gained_bytes += holding.device_bytes - holding.prefetched_bytes
+            for holding in leaving:
+                gained_bytes -= max(0, holding.chunk_bytes - self._aside_bytes(holding))
+            room_bytes = max(0, gained_bytes) + WINDOW * self.device.chunk_bytes
+            self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, room_bytes)
 
     def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
-        moved = {}
-        for each in departures:
-            prints = [
-                (r, compared.device_prints)
-                for r, compared in each.comparisons.items()
-                if not compared.keeps_host_copy
-            ]
-            found = each.holding.commit_offload(each.fresh, prints, each.dropped)
-            each.holding.make_consistent(self.chunk_pool)
-            num_wrong = sum(len(compared.wrong) for compared in each.comparisons.values())
-            moved[each.holding] = replace(
-                found,
-                copied_bytes=each.copied_bytes,
-                skipped_bytes=each.skipped_bytes,
+        results = {}
+        for departure in departures:
+            holding = departure.holding
+            prints = []
+            num_wrong = 0
+            for r, comparison in departure.comparisons.items():
+                num_wrong += len(comparison.wrong)
+                if not comparison.keeps_host_copy:
+                    prints.append((r, comparison.device_prints))
+            result = holding.commit_offload(departure.fresh, prints, departure.dropped)
+            holding.make_consistent(self.chunk_pool)
+            results[holding] = replace(
+                result,
+                copied_bytes=departure.copied_bytes,
+                skipped_bytes=departure.skipped_bytes,
                 rewritten_chunks=num_wrong,
             )
-            # what moves into the ranges holds the storages, which would count as references below
-            each.fresh = ()
-        for each in departures:
-            each.holding.count_uses()
-        if any(each.has_new_state for each in departures):
+            # the adoptees of new ranges hold storages, which would count as references below
+            departure.fresh = ()
+        for departure in departures:
+            departure.holding.count_uses()
+        if any(departure.has_new_state for departure in departures):
             # else the memory that torch freed stays in its cache, where other processes cannot use
             # it
             self.device.trim()
-        return moved
+        return results
 
     def _load(
         self, holdings: Sequence[ManagedStorage], early: Mapping[ManagedStorage, int]
@@ -529,7 +555,7 @@ class Exchange:
             self._arrivals.bring_more()
             interrupts.check()
         if holdings:
-            # what an offload leaves to be saved goes on beside the work that follows
+            # the saves that an offload has left go on beside the work that follows
             self.device.order("to_device")
         complete = [holding for holding in holdings if holding.is_complete]
         if self.verifier is not None:

@@ -1,16 +1,16 @@
 """Stream an optimizer's state through a small window of device memory while the optimizer steps.
 
 The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets
-ahead, is stepped there, and goes back to the host behind the step, so that the link is busy both
-ways beside the kernels. The first ones may have come aside before the step (`Prefetcher`). No
-tensor is touched, because the state keeps its addresses.
+ahead, is stepped there, and goes back to the host behind the step. So the link is busy both ways
+beside the kernels. The first buckets may have come aside before the step (`Prefetcher`). No tensor
+is touched, because the state keeps its addresses.
 
 The host copy stays authoritative, except for pages that are newest on the device: those whose
 parameters are stepped, until their bytes are on the host again. State that a step has created is in
-torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both home. So a
-step that an error cut short leaves parameters that are stepped, with their new state, and others
-that are not, with their old state: as an ordinary step does. The same holds for the elements of a
-parameter that is stepped in slices; its counter counts once all are.
+torch's own memory until it is taken in. `ManagedStorage.make_consistent` brings both home. So after
+an error stepped parameters have their new state, and others their old state, as in an ordinary
+step. The same holds for the elements of a parameter that is stepped in slices; its counter counts
+once all are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Bucket:
     chunks: tuple[RangeChunk, ...]
     unborn_bytes: int
     arrived: Mark | None = None  # tells when its bytes are on the device
-    left: Mark | None = None  # tells when those that leave with it are on the host
+    saved: Mark | None = None  # tells when those that leave with it are on the host
     leaving: tuple[RangeChunk, ...] = ()
     # where the state that its step has created moves when it has been copied
     fresh: Range | None = None
@@ -67,30 +67,36 @@ class Bucket:
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket
     before has counts for that one."""
-    firsts, used = [0] if pieces else [], 0
-    # the chunks of the bucket before, and those of this one so far
-    before, chunks = set[RangeChunk](), set[RangeChunk]()
+    firsts = [0] if pieces else []
+    nbytes = 0
+    chunks_before = set[RangeChunk]()  # those of the bucket before
+    chunks = set[RangeChunk]()  # those of this bucket so far
     for index, piece in enumerate(pieces):
-        more = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - before)
-        if index > firsts[-1] and used + more > bucket_bytes:
+        more_bytes = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks - chunks_before)
+        if index > firsts[-1] and nbytes + more_bytes > bucket_bytes:
             firsts.append(index)
-            before, chunks, used = chunks, set(), 0
-            more = piece.unborn_bytes + bytes_of({*piece.chunks} - before)
+            chunks_before, chunks, nbytes = chunks, set(), 0
+            more_bytes = piece.unborn_bytes + bytes_of({*piece.chunks} - chunks_before)
         chunks.update(piece.chunks)
-        used += more
-    return [
-        _bucket(pieces, first, last) for first, last in itertools.pairwise([*firsts, len(pieces)])
-    ]
+        nbytes += more_bytes
+    ends = [*firsts, len(pieces)][1:]
+    bounds = zip(firsts, ends, strict=True)
+    return [_bucket(pieces, first, last) for first, last in bounds]
 
 
 def _bucket(pieces: Sequence[Piece], first: int, last: int) -> Bucket:
-    chunks = {each for piece in pieces[first:last] for each in piece.chunks}
-    by_address = sorted(
-        chunks, key=lambda chunk: chunk[0].layout.addresses.base + chunk[0].starts[chunk[1]]
-    )
-    return Bucket(
-        first, last, tuple(by_address), sum(piece.unborn_bytes for piece in pieces[first:last])
-    )
+    chunks = set[RangeChunk]()
+    unborn_bytes = 0
+    for piece in pieces[first:last]:
+        chunks.update(piece.chunks)
+        unborn_bytes += piece.unborn_bytes
+    by_address = sorted(chunks, key=_address)
+    return Bucket(first, last, tuple(by_address), unborn_bytes)
+
+
+def _address(chunk: RangeChunk) -> int:
+    r, index = chunk
+    return r.layout.addresses.base + r.starts[index]
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:
@@ -104,27 +110,22 @@ def first_chunks(
 ) -> tuple[RangeChunk, ...]:
     """The chunks of the buckets that a step fetches before it steps the first one, as many as the
     window has room for."""
-    buckets = buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]
-    while (
-        bytes_of(
-            found := dict.fromkeys(
-                itertools.chain.from_iterable(bucket.chunks for bucket in buckets)
-            )
-        )
-        > window_bytes
-    ):
-        buckets.pop()
-    return tuple(found)
+    chunks = dict[RangeChunk, None]()  # in order
+    for bucket in buckets_of(pieces, bucket_bytes)[: 1 + AHEAD]:
+        more = dict.fromkeys(bucket.chunks)
+        if bytes_of(chunks | more) > window_bytes:
+            break
+        chunks |= more
+    return tuple(chunks)
 
 
 def window_of(pieces: Sequence[Piece], bucket_bytes: int) -> int:
     """The most device bytes that a streamed step of some or all of these pieces needs at a time,
-    where it gets what it wants."""
+    where memory lacks nowhere."""
     largest = max((piece.nbytes for piece in pieces), default=0)
-    whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(
-        piece.unborn_bytes for piece in pieces
-    )
-    return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
+    whole = _bucket(pieces, 0, len(pieces))
+    whole_bytes = bytes_of(whole.chunks) + whole.unborn_bytes
+    return min(whole_bytes, AHEAD * bucket_bytes + max(bucket_bytes, largest))
 
 
 def bytes_of(chunks: Iterable[RangeChunk]) -> int:
@@ -133,8 +134,8 @@ def bytes_of(chunks: Iterable[RangeChunk]) -> int:
 
 def page_runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
     """These chunks as runs of neighbours, each in one range."""
-    for r, those in itertools.groupby(chunks, key=operator.itemgetter(0)):
-        for run in runs(index for _, index in those):
+    for r, chunks_of_range in itertools.groupby(chunks, key=operator.itemgetter(0)):
+        for run in runs(index for _, index in chunks_of_range):
             yield r, run
 
 
@@ -177,21 +178,23 @@ class StreamedStep:
 
     def run(self) -> Streamed:
         """Make the step. Returns when all state is complete on the host and its memory is given
-        back. After an error what was stepped has its new state, everything else its old state, on
+        back. After an error stepped parameters have their new state, all others their old state, on
         the host."""
-        holding, device = self.holding, self.holding.device
+        holding = self.holding
+        device = holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
         for index, bucket in enumerate(self._buckets):
-            for each in bucket.chunks:
-                self._uses[each].append(index)
+            for chunk in bucket.chunks:
+                self._uses[chunk].append(index)
         creates = any(bucket.unborn_bytes for bucket in self._buckets)
-        chunk_pool, aside = ChunkPool(device, self.window_bytes), ChunkPool(device)
+        chunk_pool = ChunkPool(device, self.window_bytes)
+        unusable = ChunkPool(device)
         holding.wait_for_host_readers()  # from the first bucket on, the host copy is overwritten
         try:
             for r in holding.ranges:
-                r.pages.discard_unusable(aside)
-            aside.release()
-            # what is aside is a part of the window
+                r.pages.discard_unusable(unusable)
+            unusable.release()
+            # memory aside is a part of the window
             chunk_pool.room_bytes -= holding.prefetched_bytes
             holding.stage = Stage.STEPPING
             if creates:
@@ -226,8 +229,8 @@ class StreamedStep:
             self._buckets.clear()
             with without_modes():
                 holding.count_uses()
-            # the memory in which state was created is in torch's cache, where nobody else can use
-            # it
+            # the memory in which state was created is in torch's cache, where other processes
+            # cannot use it
             device.trim()
         self._done.to_device_bytes += self._done.early_bytes
         return self._done
@@ -256,7 +259,7 @@ class StreamedStep:
         if self._fetched > index:
             return
         self._vacate(index, chunk_pool)
-        self._vacate_kept(self._buckets[index], chunk_pool)
+        self._vacate_later(self._buckets[index], chunk_pool)
         try:
             self._fetch(self._buckets[index], chunk_pool)
         except DeviceMemoryError as error:
@@ -268,7 +271,8 @@ class StreamedStep:
             raise
 
     def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
-        device, lacking = self.holding.device, self._lacking(bucket)
+        device = self.holding.device
+        lacking = self._lacking(bucket)
         sizes = [r.chunk_sizes[index] for r, index in lacking]
         try:
             chunk_pool.give(chunk_pool.take(sizes))  # from here on the pool has all of them
@@ -285,14 +289,21 @@ class StreamedStep:
         self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:
-        return self.holding.chunk_bytes + sum(
-            bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched]
-        )
+        buckets = self._buckets[self._vacated : self._fetched]
+        return self.holding.chunk_bytes + sum(bucket.unborn_bytes for bucket in buckets)
 
     def _lacking(self, bucket: Bucket) -> list[RangeChunk]:
-        return [(r, index) for r, index in bucket.chunks if r.pages.table[index].memory is None]
+        """The chunks that have no memory."""
+        lacking = []
+        for r, index in bucket.chunks:
+            if r.pages.table[index].memory is None:
+                lacking.append((r, index))
+        return lacking
 
     def _step(self, index: int, bucket: Bucket) -> None:
+        """Step one bucket once it has arrived, and begin to save what leaves with it. Its pages
+        count as newest on the device before the step, so that an interrupted one is found. State
+        that the step creates is taken in, too; without host memory it stays in torch's."""
         device = self.holding.device
         assert bucket.arrived is not None
         with device.after(bucket.arrived):
@@ -302,32 +313,28 @@ class StreamedStep:
             self.step(bucket.first, bucket.last)
             if bucket.unborn_bytes:
                 with without_modes():
-                    leaving = [
-                        each.fresh
-                        for each in self._buckets[self._vacated : index]
-                        if each.fresh is not None
-                    ]
-                    copied = {
-                        adoptee.storage._cdata for r in leaving for adoptee in r.moving_in or ()
-                    }
-                    bucket.fresh = self.holding.take_in_created(copied | self._before)
+                    besides = {*self._before}  # and what earlier buckets are still moving
+                    for earlier in self._buckets[self._vacated : index]:
+                        if earlier.fresh is not None:
+                            moving_in = earlier.fresh.moving_in or ()
+                            besides.update(adoptee.storage._cdata for adoptee in moving_in)
+                    bucket.fresh = self.holding.take_in_created(besides)
                 self._done.to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             # A chunk that is used again soon stays until that bucket leaves.
+            next_buckets = {*range(index + 1, index + AHEAD + 1)}
             bucket.leaving = tuple(
-                each
-                for each in bucket.chunks
-                if not any(index < later <= index + AHEAD for later in self._uses[each])
+                chunk for chunk in bucket.chunks if next_buckets.isdisjoint(self._uses[chunk])
             )
             for r, run in page_runs(bucket.leaving):
                 self._done.to_host_bytes += r.pages.save(run)
-            bucket.left = device.mark("to_host")
+            bucket.saved = device.mark("to_host")
 
     def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
         """Wait until the buckets before `until` have left, and take their memory away."""
         while self._vacated < until:
             bucket = self._buckets[self._vacated]
-            assert bucket.left is not None
-            self.holding.device.wait(bucket.left)
+            assert bucket.saved is not None
+            self.holding.device.wait(bucket.saved)
             interrupts.check()
             for r, run in page_runs(bucket.leaving):
                 r.pages.vacate(run, chunk_pool)
@@ -336,22 +343,21 @@ class StreamedStep:
                     self.holding.move_in((bucket.fresh,))
             self._vacated += 1
 
-    def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
+    def _vacate_later(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
         """Take the chunks away that stay for buckets after this one, which has no room beside
         them."""
-        device, wanted = self.holding.device, {*bucket.chunks}
-        kept = [
-            (r, index)
-            for r in self.holding.ranges
-            for index in r.pages.at(Behind.OWN, Behind.ASIDE)
-            if (r, index) not in wanted
-        ]
-        if not kept:
+        chunks = {*bucket.chunks}
+        later_chunks = []
+        for r in self.holding.ranges:
+            for index in r.pages.at(Behind.OWN, Behind.ASIDE):
+                if (r, index) not in chunks:
+                    later_chunks.append((r, index))
+        if not later_chunks:
             return
         # the copies come behind the steps: nothing else waits for a bucket of which no chunk has
         # left
-        device.order()
-        for r, run in page_runs(kept):
+        self.holding.device.order()
+        for r, run in page_runs(later_chunks):
             self._done.to_host_bytes += r.pages.save(run)
-        for r, run in page_runs(kept):
+        for r, run in page_runs(later_chunks):
             r.pages.vacate(run, chunk_pool)

@@ -2,8 +2,8 @@
 later the device's bytes with both.
 
 Verifying waits for every byte that it compares, so a load returns only when its last byte has
-arrived, and the CPU computes the host copy's fingerprints. This finds a bad memory module or link;
-it is no mode for training at full speed.
+arrived. The CPU computes the host copy's fingerprints. This finds a bad memory module or link; it
+is no mode for training at full speed.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ class Verifier:
                     r.pages.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(
-        self, holding: ManagedStorage, r: Range, chunks: range, wanted: torch.Tensor
+        self, holding: ManagedStorage, r: Range, chunks: range, prints: torch.Tensor
     ) -> None:
         """Check that the host has the same bytes as the device, before the memory of an offload's
         chunks is given up.
         `chunks`: those that have arrived.
-        `wanted`: the fingerprints that the host copy of the range must have."""
-        if bad := r.differing(
-            wanted[chunks.start : chunks.stop], _of_host(r, chunks.start, chunks.stop), chunks.start
-        ):
-            # Have the chunks written again: now if the object is readonly and no offload would do
-            # it, else by the next offload.
-            found = (
-                [r.fingerprint(index, index + 1).cpu() for index in bad] if holding.readonly else []
-            )
-            if found and not any(
-                differing(wanted[index : index + 1], each)
-                for each, index in zip(found, bad, strict=True)
-            ):
-                holding.device.copy(r.pages.copies(bad), "to_host")
-                holding.device.wait(holding.device.mark("to_host"))
-            else:
-                r.pages.prints = None
-                r.pages.note_changed(bad)
-            raise IntegrityError(
-                f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy "
-                "after the offload. The handle stays on the device, complete; its next offload "
-                "copies them again."
-            )
+        `prints`: the fingerprints that the host copy of the range must have."""
+        first, last = chunks.start, chunks.stop
+        bad = r.differing(prints[first:last], _of_host(r, first, last), first)
+        if not bad:
+            return
+        # Have the chunks written again: now if the object is readonly and no offload would do it,
+        # else by the next offload.
+        is_device_right = holding.readonly
+        for index in bad if holding.readonly else ():
+            device_prints = r.fingerprint(index, index + 1).cpu()
+            if differing(prints[index : index + 1], device_prints):
+                is_device_right = False
+        if is_device_right:
+            holding.device.copy(r.pages.copies(bad), "to_host")
+            holding.device.wait(holding.device.mark("to_host"))
+        else:
+            r.pages.prints = None
+            r.pages.note_changed(bad)
+        raise IntegrityError(
+            f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy "
+            "after the offload. The handle stays on the device, complete; its next offload copies "
+            "them again."
+        )
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
         """Check the same, byte by byte, for new storages that have no place in a range yet, and
@@ -80,19 +80,17 @@ class Verifier:
         tried again. If not, no good copy exists any more, and the storage is `lost`."""
         for r in holding.ranges:
             num_chunks = len(r.chunk_sizes)
-            wanted = (
-                _of_host(r, 0, num_chunks)
-                if r.pages.prints is None or r.is_shown
-                else r.pages.prints.cpu()
-            )
-            bad = r.differing(wanted, r.fingerprint(0, num_chunks).cpu())
+            if r.pages.prints is None or r.is_shown:
+                prints = _of_host(r, 0, num_chunks)
+            else:
+                prints = r.pages.prints.cpu()
+            bad = r.differing(prints, r.fingerprint(0, num_chunks).cpu())
             if not bad:
                 continue
-            spoilt = [
-                index
-                for index in bad
-                if differing(wanted[index : index + 1], _of_host(r, index, index + 1))
-            ]
+            spoilt = []
+            for index in bad:
+                if differing(prints[index : index + 1], _of_host(r, index, index + 1)):
+                    spoilt.append(index)
             if not spoilt:
                 raise IntegrityError(
                     f"{holding.name!r}: {_chunks(r, bad)} did not arrive on the device as they are "
@@ -119,12 +117,15 @@ def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
 
 def _chunks(r: Range, indices: Sequence[int]) -> str:
     """Words for a message: the numbers of chunks, and the names of the storages in them."""
-    spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
-    names = [
-        p.name
-        for p in r.placed
-        if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)
-    ]
-    numbers = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    names = dict[str, None]()  # in order
+    for entry in r.placed:
+        for index in indices:
+            start = r.starts[index]
+            end = start + r.used_sizes[index]
+            if entry.offset < end and entry.offset + entry.nbytes > start:
+                names[entry.name] = None
+    numbers = ", ".join(map(str, indices[:8]))
+    if len(indices) > 8:
+        numbers += ", ..."
     plural = "s" if len(indices) > 1 else ""
-    return f"chunk{plural} {numbers} of {len(r.chunk_sizes)} ({listed(names)})"
+    return f"chunk{plural} {numbers} of {len(r.chunk_sizes)} ({listed([*names])})"

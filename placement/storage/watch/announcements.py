@@ -17,7 +17,7 @@ class Announcements:
     """The bytes are about to leave the device. Nothing has changed, and the device may still have
     work to do."""
     left: Listeners = field(default_factory=list)
-    """The bytes are in the host copy alone, and every tensor lies over poison. So it is after a
+    """The bytes are in the host copy alone, and every tensor lies over poison. This holds after a
     load that failed, and after a streamed step, too."""
     coming: Listeners = field(default_factory=list)
     """The bytes are about to come to the device. Nothing has changed, and an error refuses the

@@ -1,10 +1,10 @@
-"""Tensors of state dicts that placement handed out. They follow the handle, and what is written
-into them is counted.
+"""Tensors of state dicts that placement handed out. They follow the handle, and writes into them
+are counted.
 
 A state dict's tensors alias the live ones, so after the next offload they would read poison.
-Instead, those that are still alive are pointed to the host copy when the bytes go there, and back
-to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its device is
-corrected. A forked child has neither memory."""
+Instead, those that are still alive are pointed to the host copy when the bytes go there. They are
+pointed back to the device when the bytes return. The parts of a wrapper (a DTensor) follow, and its
+device is corrected. A forked child has neither memory."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class StateDictTensors:
         # plain tensors that were handed out, and the parts of wrappers
         self._tensors: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
-        # the storage over each address that was handed out, while anybody holds it
+        # the storage over each address that was handed out, while it is alive
         self._storages: dict[int, StorageWeakRef] = {}
-        # how often all tensors were pointed elsewhere, which may miss what is just handed out: see
-        # `hand_out`
+        # how often all tensors were pointed elsewhere, which may miss a tensor that is just handed
+        # out: see `hand_out`
         self.num_pointings = 0
         # new storages (`_cdata`) that an offload under way takes in. Their tensors follow by
         # themselves.
@@ -70,12 +70,10 @@ class StateDictTensors:
         """A tensor of the same form over a storage at another address, made if there is none:
         tensors that shared one share one again."""
         with torch.no_grad():
-            known = self._storages.get(address)
-            storage = (
-                None
-                if known is None or known.expired()
-                else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            )
+            reference = self._storages.get(address)
+            storage = None
+            if reference is not None and not reference.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             # its holder may have moved it away (`share_memory_()`)
             if storage is None or storage.data_ptr() != address:
                 storage = make().untyped_storage()
@@ -89,21 +87,16 @@ class StateDictTensors:
         are left alone."""
         self.moving_in = storages
         for other in _IN_USE if storages else ():
-            found = {
-                id(tensor): tensor
-                for tensor in other
-                if tensor.untyped_storage()._cdata in storages
-            }
-            if other is self or not found:
+            tensors = [tensor for tensor in other if tensor.untyped_storage()._cdata in storages]
+            if other is self or not tensors:
                 continue
             self._note_used()
-            self._tensors.update(found.values())
-            self._wrappers.update(
-                wrapper
-                for wrapper in other._wrappers
-                if not found.keys().isdisjoint(_parts(wrapper))
-            )
-            for tensor in found.values():
+            self._tensors.update(tensors)
+            parts = {id(tensor) for tensor in tensors}
+            for wrapper in other._wrappers:
+                if not parts.isdisjoint(_parts(wrapper)):
+                    self._wrappers.add(wrapper)
+            for tensor in tensors:
                 other._tensors.discard(tensor)
 
     def disown_live(self, adapter: Adapter) -> None:
@@ -114,10 +107,12 @@ class StateDictTensors:
             in_use = [shown for shown in _IN_USE if shown]
         if not in_use:
             return
-        if (seen := adapter.unchanged()) is not None:
-            live = seen.tensors
+        unchanged = adapter.unchanged()
+        if unchanged is not None:
+            live = unchanged.tensors
         else:
-            live = [*(owned.tensor for owned in adapter.owned()), *adapter.borrowed()]
+            live = [owned.tensor for owned in adapter.owned()]
+            live += adapter.borrowed()
         for shown in in_use:
             shown.disown(live)
 
@@ -125,10 +120,10 @@ class StateDictTensors:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the
         tensors that it is given."""
         own = {id(tensor) for tensor in live} if self._tensors else set()
-        for known in (self._tensors, self._wrappers):
-            for each in known if own else ():
-                if not own.isdisjoint((id(each), *_parts(each))):
-                    known.discard(each)
+        for shown in (self._tensors, self._wrappers):
+            for tensor in shown if own else ():
+                if not own.isdisjoint((id(tensor), *_parts(tensor))):
+                    shown.discard(tensor)
 
     def __bool__(self) -> bool:
         return self._was_used and bool(self._tensors)
@@ -141,8 +136,8 @@ class StateDictTensors:
 
     @property
     def are_held(self) -> bool:
-        """Whether anybody has a tensor that was handed out, or a view of one, and could write
-        there."""
+        """Whether a tensor that was handed out, or a view of one, is alive, so that its holder
+        could write there."""
         return self._was_used and (bool(self._tensors) or bool(self._held()))
 
     @property
@@ -151,21 +146,15 @@ class StateDictTensors:
         return sorted(self._held()) if self._storages else []
 
     def _held(self) -> dict[int, StorageWeakRef]:
-        """The storages that were made for such tensors, on either side, as far as anybody holds
-        them, by address."""
-        return {
-            address: storage
-            for address, storage in [*self._storages.items()]
-            if not storage.expired()
-        }
+        """The storages that were made for such tensors and are alive, on either side, by
+        address."""
+        storages = [*self._storages.items()]  # another thread may add one
+        return {address: storage for address, storage in storages if not storage.expired()}
 
     def shown(self) -> list[torch.UntypedStorage]:
-        """The storages that were made for tensors that were handed out, as far as anybody holds
-        them."""
-        return [
-            torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-            for storage in self._held().values()
-        ]
+        """The storages that were made for tensors that were handed out, and are alive."""
+        references = self._held().values()
+        return [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in references]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tensors)
@@ -177,19 +166,16 @@ class StateDictTensors:
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
-            indices, values = (
-                self._now(part, from_host) for part in (tensor._indices(), tensor._values())
-            )
-            return made_of(tensor, indices, values)
+            indices = self._copy(tensor._indices(), from_host)
+            return made_of(tensor, indices, self._copy(tensor._values(), from_host))
         if not is_wrapper(tensor):
             # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was
             # gathered and cut for this state dict.
-            is_ours = (
-                is_plain_type(type(tensor))
-                and has_storage(tensor)
-                and tensor.untyped_storage().nbytes() > 0
-            )
-            return self._hand_out_plain(tensor, from_host) if is_ours else tensor
+            if not is_plain_type(type(tensor)) or not has_storage(tensor):
+                return tensor
+            if not tensor.untyped_storage().nbytes():
+                return tensor
+            return self._hand_out_plain(tensor, from_host)
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's
             # optimizer state) read values in it.
@@ -199,27 +185,31 @@ class StateDictTensors:
         self._wrappers.add(shown)
         return shown
 
-    def _now(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
+    def _copy(self, part: torch.Tensor, from_host: bool) -> torch.Tensor:
         """A copy of a sparse tensor's part with its present values. It cannot follow, because it
         cannot be pointed elsewhere."""
         host = self._over_host(part) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, from_host: bool) -> torch.Tensor:
+        """A plain tensor, or a part of a wrapper, as a state dict shows it. It follows the handle
+        from now on. A tensor without a place stays in torch's own memory."""
         if not has_storage(tensor):
             return tensor
-        host = self.show(tensor) if from_host else None
+        host = self.lend_from_host(tensor) if from_host else None
         # a rank without a part of a sharded tensor names the same device as others
         if host is None and from_host and tensor.numel() == 0:
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        found = tensor.detach() if host is None else host
-        self._tensors.add(found)
-        return found
+        shown = tensor.detach() if host is None else host
+        self._tensors.add(shown)
+        return shown
 
-    def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def lend_from_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A plain tensor of the offloaded object with its bytes in the host copy, where its holder
-        may write from now on. None where it has no place."""
-        if (place := self.place_of(tensor)) is None:
+        may write from now on: pages that were brought early are given up. None where it has no
+        place."""
+        place = self.place_of(tensor)
+        if place is None:
             return None
         self._note_used()
         host = self._over(tensor, *place)
@@ -232,20 +222,24 @@ class StateDictTensors:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if (place := self._place_of(storage)) is not None:
+        place = self._place_of(storage)
+        if place is not None:
             return place
         # it may have been relocated: its bytes are at its place, although it is not
         for r in self._ranges.all:
-            if (entry := r.place_of(storage)) is not None and entry.nbytes == storage.nbytes():
+            entry = r.place_of(storage)
+            if entry is not None and entry.nbytes == storage.nbytes():
                 return r, entry.offset
         return None
 
     def _place_of(self, storage: torch.UntypedStorage) -> tuple[Range, int] | None:
         """The place of a storage, which may have still to move in: the host copy has its bytes.
         None for no range."""
-        coming = ((r, r.place_of(storage)) for r in self._ranges.all if r.moving_in is not None)
-        new = next(((r, entry.offset) for r, entry in coming if entry is not None), None)
-        return new or self._ranges.at(storage.data_ptr())
+        for r in self._ranges.all:
+            entry = None if r.moving_in is None else r.place_of(storage)
+            if entry is not None:
+                return r, entry.offset
+        return self._ranges.at(storage.data_ptr())
 
     def _over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a
@@ -268,22 +262,23 @@ class StateDictTensors:
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return (
-                None
-                if tensor.untyped_storage()._cdata in self.moving_in
-                else self._over_host(tensor)
-            )
+            if tensor.untyped_storage()._cdata in self.moving_in:
+                return None
+            return self._over_host(tensor)
 
         self._point_to(find)
 
     def point_to_device(self) -> None:
+        """Point every living tensor to its place on the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            if (place := self._ranges.find(tensor)) is None:
+            place = self._ranges.find(tensor)
+            if place is None:
                 return None
-            (r, offset), storage = place, tensor.untyped_storage()
+            r, offset = place
+            storage = tensor.untyped_storage()
             address = r.layout.addresses.base + offset
             if storage.data_ptr() == address:
                 return None
@@ -294,31 +289,28 @@ class StateDictTensors:
     def left_on_host(self) -> list[tuple[Range, str]]:
         """The storages over the host copy, by range and name, that views still hold after
         `point_to_device`."""
-        held = self._held()
-        return [
-            (r, entry.name)
-            for r in self._ranges.all
-            if held
-            for entry in r.placed
-            if r.host.address + entry.offset in held
-        ]
+        addresses = self._held()
+        on_host = []
+        for r in self._ranges.all if addresses else ():
+            for entry in r.placed:
+                if r.host.address + entry.offset in addresses:
+                    on_host.append((r, entry.name))
+        return on_host
 
     def leave(self) -> None:
         """Give every living tensor memory of its own with its present values, on its present
         device, because the ranges are about to go."""
         self._point_to(lambda tensor: tensor.detach().clone())
 
-    def leave_ranges(self, gone: Sequence[Range]) -> None:
-        """Give those tensors host memory of their own that lie in these ranges, because nothing
-        else has their values."""
+    def leave_ranges(self, ranges: Sequence[Range]) -> None:
+        """Give the tensors in these ranges host memory of their own, because their values are
+        nowhere else."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             place = self._ranges.find(tensor)
-            return (
-                None
-                if place is None or place[0] not in gone
-                else tensor.detach().to("cpu", copy=True)
-            )
+            if place is None or place[0] not in ranges:
+                return None
+            return tensor.detach().to("cpu", copy=True)
 
         self._point_to(find)
 
@@ -330,8 +322,9 @@ class StateDictTensors:
             return
         with torch.no_grad():
             for tensor in self:
-                if (there := find(tensor)) is not None:
-                    tensor.data = there
+                target = find(tensor)
+                if target is not None:
+                    tensor.data = target
             for wrapper in self._wrappers:
                 align(wrapper)
         self._storages = self._held()
@@ -341,13 +334,14 @@ class StateDictTensors:
     def left(self) -> None:
         """Show the host copy, where holders may write from now on."""
         self.point_to_host()
-        held = self._held()
+        addresses = self._held()
         for r in self._ranges.all:
-            # one that was shown since the last load, too: its pages aside lack what was written
-            if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
+            offsets = (address - r.host.address for address in addresses)
+            # one that was shown since the last load, too: its pages aside lack the writes
+            if r.is_shown or any(0 <= offset < r.nbytes for offset in offsets):
                 r.note_shown()
         if self:
-            self._ranges.may_be_written = True
+            self._ranges.are_values_lent = True
 
     def came(self) -> None:
         """Show the device. Views may still write into the host copy, so the next offload copies
@@ -363,7 +357,8 @@ class StateDictTensors:
     def warn_of_views(self) -> bool:
         """Log a warning if views show the host copy of the loaded object. Returns whether there are
         any."""
-        if names := [name for _, name in self.left_on_host()]:
+        names = [name for _, name in self.left_on_host()]
+        if names:
             logger.warning(
                 "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and "
                 "somebody still holds them. The tensors themselves show the device now, these "
@@ -377,7 +372,8 @@ class StateDictTensors:
 
 
 def was_handed_out(tensor: torch.Tensor) -> bool:
-    return any(tensor in each._tensors or tensor in each._wrappers for each in _IN_USE)
+    """Whether a state dict has shown this tensor."""
+    return any(tensor in shown._tensors or tensor in shown._wrappers for shown in _IN_USE)
 
 
 def _parts(wrapper: torch.Tensor) -> list[int]:

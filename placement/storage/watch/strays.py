@@ -1,5 +1,5 @@
-"""Stray references: references to adopted storages that others hold, which read poison after the
-offload."""
+"""Stray references: references to adopted storages from outside the object, which read poison after
+the offload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def known_aliases(
     last look at each object."""
     total = [0] * len(storages)
     for table in alias_tables() if tables is None else tables:
-        total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
+        counts = map(table.get, storages, itertools.repeat(0))
+        total = list(map(operator.add, total, counts))
     return total
 
 
@@ -49,35 +50,38 @@ def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[
     """The number of references beyond the rightful ones, by the storage's name, for storages that
     have been counted.
     `lasting`: storages (`_cdata`) that a framework may hold as often as it likes."""
-    found: dict[str, int] = {}
+    strays: dict[str, int] = {}
     tables = alias_tables()
     for r in ranges:  # of tens of thousands of storages, so functions implemented in C do the work
         if r.counted is None:
             continue
         storages, uses = r.counted
         counts = list(map(storage_use_count, storages))
-        seen = (r.counted, tables, counts)
-        if seen == r.without_stray_references:
+        facts = (r.counted, tables, counts)
+        if facts == r.without_stray_references:
             continue
         by_right = map(operator.add, known_aliases(storages, tables), uses)
         surplus = list(map(operator.sub, counts, by_right))
-        r.without_stray_references = seen if max(surplus, default=0) <= 0 else None
-        if r.without_stray_references is None:
-            found |= {
-                each.name: n
-                for each, n in zip(r.placed, surplus, strict=True)
-                if n > 0 and each.ref.cdata not in lasting
-            }
-    return found
+        if max(surplus, default=0) <= 0:
+            r.without_stray_references = facts
+            continue
+        r.without_stray_references = None
+        for entry, num_strays in zip(r.placed, surplus, strict=True):
+            if num_strays > 0 and entry.ref.cdata not in lasting:
+                strays[entry.name] = num_strays
+    return strays
 
 
-def lasting_stray_references(look: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """The stray references that `look` still finds after a process group's thread has had time to
-    drop its own to what it sent."""
-    for seconds in _WAITS_SECONDS:
-        if not (found := look()) or not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):
-            return found
+def lasting_stray_references(
+    look: Callable[[], dict[str, int]],
+) -> dict[str, int]:
+    """The stray references that `look` still finds after a wait for a process group's thread, which
+    drops its references to sent tensors."""
+    strays = look()
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for seconds in _WAITS_SECONDS if has_group else ():
+        if not strays:
+            break
         time.sleep(seconds)
-    return look()
+        strays = look()
+    return strays

@@ -2,16 +2,16 @@
 
 Tensors of an offloaded object lie over poison, and the host copy has their values. So a write in
 place changes no value. A tensor that was put in the place of a registered one, by `half()`, `to()`,
-`.data =` or `share_memory()`, lies elsewhere. All of this is found, and reported once by name.
-Nothing is undone before the user calls `restore`.
+`.data =` or `share_memory()`, lies elsewhere. Both are found, and reported once by name. No change
+is undone before the user calls `restore`.
 
-A tensor is known by the name under which its object owns it, because nothing else of it may be
-left: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
+A tensor is identified by the name under which its object owns it, because all the rest of it may
+change: `to()` on a DTensor exchanges the tensor inside, `half()` every dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -71,39 +71,44 @@ def message(changes: Iterable[Change]) -> str:
                 f"is. {_LOOK_FOR}"
             )
         else:
-            texts.append(_TEXTS[how].format(names=listed([*dict.fromkeys(tensors)]), handle=handle))
+            distinct = listed([*dict.fromkeys(tensors)])
+            texts.append(_TEXTS[how].format(names=distinct, handle=handle))
     return " ".join(texts)
 
 
 class Watch:
-    """Finds what was done to the tensors of one object since its offload, as far as version
-    counters and addresses tell."""
+    """Finds changes to the tensors of one object since its offload, as far as version counters and
+    addresses tell."""
 
     def __init__(self, scanner: StorageScanner) -> None:
         self._scanner = scanner
         self._ranges = scanner.ranges
-        # names of tensors that others lie in the place of. While there are any, nothing moves.
+        # names of tensors whose places other tensors have taken. While there are any, the handle
+        # does not move.
         self.replaced: tuple[str, ...] = ()
         # whether the last look found storages that have no place, or failed
         self.has_new = False
         # storages (`_cdata`) without a place that need not be reported
-        self._known: dict[int, StorageWeakRef] = {}
+        self._expected: dict[int, StorageWeakRef] = {}
 
     def look(self) -> list[Change]:
         """The changes since the last look. None of them is returned again."""
-        before, scan = self.replaced, self.scan()
-        name, replaced = self._scanner.name, set(self.replaced)
+        replaced_before = {*self.replaced}
+        scan = self.scan()
+        replaced = {*self.replaced}
+        handle = self._scanner.name
         # a counter goes with its tensor to another place
-        changes = [
-            Change(name, each, "written") for each in self._written() if each not in replaced
-        ]
+        written = [name for name in self._written() if name not in replaced]
+        changes = [Change(handle, name, "written") for name in written]
         outside = scan.outside
         for adoptee in outside:
-            if adoptee.storage._cdata not in self._known:
-                names = [owned.name for owned in adoptee.owned]
-                changes += [Change(name, each, "added") for each in names if each not in replaced]
-        self._know(outside)
-        changes += [Change(name, each, "replaced") for each in self.replaced if each not in before]
+            if adoptee.storage._cdata not in self._expected:
+                added = [name for name in _names([adoptee]) if name not in replaced]
+                changes += [Change(handle, name, "added") for name in added]
+        self._expect(outside)
+        for name in self.replaced:
+            if name not in replaced_before:
+                changes.append(Change(handle, name, "replaced"))
         return changes
 
     def scan(self) -> Scan:
@@ -111,66 +116,77 @@ class Watch:
         self.has_new = True  # until the look has ended without an error
         scan = self._scanner.rescan(anew=bool(self.replaced))
         self.has_new = bool(scan.outside)
-        replaced = [owned.name for each in scan.relocated for owned in each.adoptee.owned]
+        replaced = _names(relocated.adoptee for relocated in scan.relocated)
         if scan.lasting:
-            replaced += _names_in(scan.lasting, self._ranges.named_places())
+            places = self._ranges.named_places()
+            replaced += [name for name in _names(scan.lasting) if name in places]
         if replaced:  # half() and to() convert gradients, too
-            replaced += _names_in(scan.transient, self._ranges.places(self._ranges.all))
+            places = self._ranges.places(self._ranges.all)
+            replaced += [name for name in _names(scan.transient) if name in places]
         if not replaced and scan.in_place is not None:
             # two tensors may have changed places, or one may lie in the place of another, too
-            others = self._scanner.adapter.other_names()
-            replaced = self._ranges.note_unless_moved(scan.in_place, others)
+            other_names = self._scanner.adapter.other_names()
+            replaced = self._ranges.note_unless_moved(scan.in_place, other_names)
         self.replaced = tuple(replaced)
         return scan
 
     def _written(self) -> list[str]:
         """Names of the storages that were written in place since the last look."""
-        before, self._ranges.versions = self._ranges.versions, self._scanner.versions
-        written = self._scanner.versions.written_since(before)
+        written = self._scanner.versions.written_since(self._ranges.versions)
+        self._ranges.versions = self._scanner.versions
         names = []
         for r in self._ranges.all if written else ():
-            if r.transient or not self._ranges.may_be_written:
+            if r.transient or not self._ranges.are_values_lent:
                 names += [entry.name for entry in r.placed if entry.ref.cdata in written]
         return names
 
     def expect(self, scan: Scan) -> None:
         """Do not report these storages: placement itself has left them where they are."""
-        self._know(scan.new)
+        self._expect(scan.new)
 
-    def _know(self, adoptees: Iterable[Adoptee]) -> None:
-        living = {key: alive for key, alive in self._known.items() if not alive.expired()}
+    def _expect(self, adoptees: Iterable[Adoptee]) -> None:
+        references = self._expected.items()
+        expected = {key: reference for key, reference in references if not reference.expired()}
         for adoptee in adoptees:
-            living[adoptee.storage._cdata] = StorageWeakRef(adoptee.storage)
-        self._known = living
+            expected[adoptee.storage._cdata] = StorageWeakRef(adoptee.storage)
+        self._expected = expected
 
     def forget_written(self) -> None:
-        """Do not report what was written in place until now."""
+        """Do not report writes in place until now."""
         self._ranges.versions = self._scanner.versions_now()
 
     def require_whole(self) -> None:
-        """Raise IntegrityError if tensors were replaced, as far as the last look has found."""
+        """Raise IntegrityError if the last look has shown that tensors were replaced."""
         if self.replaced:
-            name = self._scanner.name
-            raise IntegrityError(message(Change(name, each, "replaced") for each in self.replaced))
+            handle = self._scanner.name
+            changes = [Change(handle, name, "replaced") for name in self.replaced]
+            raise IntegrityError(message(changes))
 
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
-        """Name and bytes of everything that is not where it should be: relocated storages, and
-        tensors that were replaced or torn apart. On the device, only a module's new tensor with the
-        name of an adopted one is drift: loading replaces an optimizer's state."""
-        ranges, adapter = self._ranges.all, self._scanner.adapter
-        drifted = [(entry.name, entry.nbytes) for r in ranges for entry in r.outside()]
+        """Name and bytes of all storages that are not where they should be: relocated ones, and
+        those of tensors that were replaced or torn apart. On the device, only a module's new tensor
+        with the name of an adopted one is drift: loading replaces an optimizer's state."""
+        ranges = self._ranges.all
+        adapter = self._scanner.adapter
+        drifted = list[tuple[str, int]]()
+        for r in ranges:
+            drifted += [(entry.name, entry.nbytes) for entry in r.relocated()]
         for framework in adapter.frameworks:
             drifted += framework.replaced()
         # relocated storages are in `drifted` already, by their addresses
         scan = self._scanner.rescan()
         if not on_device:
             drifted += [(adoptee.name, adoptee.nbytes) for adoptee in scan.new]
-            places, names = self._ranges.named_places(), {name for name, _ in drifted}
+            names = {name for name, _ in drifted}
+            places = self._ranges.named_places()
             for name in self.replaced:
                 if name not in names and name in places:
                     drifted.append((name, places[name].entry.nbytes))
         elif adapter.kind != "optimizer":
-            names = {entry.name for r in ranges if not r.transient for entry in r.placed}
+            names = set()
+            for r in ranges:
+                if not r.transient:
+                    names.update([entry.name for entry in r.placed])
             for adoptee in scan.lasting:
                 if adoptee.name in names:
                     drifted.append((adoptee.name, adoptee.nbytes))
@@ -179,9 +195,9 @@ class Watch:
     # --- restoring
 
     def restore(self) -> None:
-        """After a look, point every tensor to its place again, in its registered form. What the
-        tensors of now hold is dropped. A tensor whose name has no place stays as it is. So does one
-        tensor that lies under several names."""
+        """After a look, point every tensor to its place again, in its registered form. Its present
+        values are dropped. A tensor whose name has no place stays as it is. So does a tensor that
+        lies under several names."""
         scan = self._scanner.rescan(anew=True)
         places = self._ranges.places(self._ranges.all)
         for r, entry, adoptee in scan.relocated:
@@ -213,10 +229,12 @@ class Watch:
         self.forget_written()
 
 
-def _names_in(adoptees: Iterable[Adoptee], places: Mapping[str, Place]) -> list[str]:
-    """The names of these tensors that have a place."""
-    names = [owned.name for adoptee in adoptees for owned in adoptee.owned]
-    return [name for name in names if name in places]
+def _names(adoptees: Iterable[Adoptee]) -> list[str]:
+    """The names of the tensors in these storages."""
+    names = list[str]()
+    for adoptee in adoptees:
+        names += [owned.name for owned in adoptee.owned]
+    return names
 
 
 def _point_home(tensor: torch.Tensor, place: Place) -> None:
