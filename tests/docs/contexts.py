@@ -166,16 +166,12 @@ def llmd(tools: Tools) -> Iterator[Names]:
 
 @context
 def disk(tools: Tools) -> Iterator[Names]:
-    """Models that are to be registered, and a folder on a disk."""
+    """A folder on a disk."""
     tools.replaced["/mnt/nvme/placement"] = str(tools.folder)
-    names: Names = {
-        "placement": placement,
-        "actor_model": _linear(),
-        "ref_model": _linear(),
-        "critic_model": _linear(),
-    }
+    names: Names = {"placement": placement}
     yield names
     made = names["manager"]
+    made.register("actor", _linear(), role="actor")
     made.check_integrity()
     assert_nothing_resident(made)
     made.close()
@@ -217,7 +213,6 @@ def ranks(tools: Tools) -> Iterator[Names]:
         "world_size": 1,
         "model": _linear(),
     }
-    names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
     yield names
     try:
         with names["manager"].phase("train"):
