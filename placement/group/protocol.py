@@ -211,7 +211,7 @@ def shortened(text: str, limit: int = _MAX_TEXT) -> str:
         letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text[:limit]
     ]
     if len(text) > limit:
-        letters[-1] = "…"
+        letters[-1:] = "…"
     return "".join(letters)
 
 

@@ -33,13 +33,13 @@ class Figures:
         phase = snapshot.phases[-1] if snapshot.phases else IDLE
         resident = sum(handle.resident_bytes for handle in snapshot.handles)
         journal.note_held(phase, resident)
-        before = self._counted
-        self._counted = self._counters(snapshot)
+        counted = self._counters(snapshot)
+        before, self._counted = self._counted, counted
         peaks = journal.recent_peak_bytes
         journal.recent_peak_bytes = {phase: resident}
 
         figures: dict[str, float] = {}
-        for name, value in self._counted.items():
+        for name, value in counted.items():
             figures[name] = value - before.get(name, 0)
         figures["host_gb"] = sum(handle.host_bytes for handle in snapshot.handles)
         disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
@@ -48,7 +48,7 @@ class Figures:
         for name in _phases(snapshot):
             figures[f"peak_device_gb/{name}"] = peaks.get(name, 0)
         if totals:
-            for name, value in self._counted.items():
+            for name, value in counted.items():
                 figures[f"total/{name}"] = value
             for name, nbytes in snapshot.phase_peak_bytes.items():
                 figures[f"total/peak_device_gb/{name}"] = nbytes

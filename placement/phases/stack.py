@@ -481,10 +481,9 @@ class PhaseStack:
                     self.bring(on_device)
                 self._look_for_changes(wait=True)
                 failures: list[Exception] = []
-                optimizers_first = sorted(
+                for handle in sorted(
                     self._handles.values(), key=lambda handle: handle.kind != "optimizer"
-                )
-                for handle in optimizers_first:
+                ):
                     try:
                         self.forget(handle)
                     except Exception as error:

@@ -205,7 +205,7 @@ def _readable(
         return hand_out(holding, value)
     readable = functools.partial(_readable, holding, hand_out=hand_out, is_inside=is_inside)
     if isinstance(value, dict):
-        parts = {**value}  # copied: the live dict may get new state in a later step
+        parts = dict(value.items())  # copied: the live dict may get new state in a later step
         for key, part in parts.items():
             parts[key] = readable(part)
         if not is_inside:

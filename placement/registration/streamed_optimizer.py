@@ -142,11 +142,11 @@ class StreamedOptimizer:
     def measured(self) -> Window:
         """The memory of a streamed step of all parameters. Looks at every parameter, unless nothing
         has changed since the last call."""
-        window = self._window
+        window, ranges = self._window, self.storage.ranges
         facts = (self._adapter.num_entries(), self.storage.unborn_bytes)
         if (
             window is not None
-            and window.ranges is self.storage.ranges
+            and window.ranges is ranges
             and (window.num_entries, window.unborn_bytes) == facts
         ):
             return window
@@ -157,7 +157,7 @@ class StreamedOptimizer:
                     pieces += [part.piece for part in self.parts_of(optimizer, parameter)]
         window_bytes = window_of(pieces, self._bucket_bytes)
         chunks = first_chunks(pieces, self._bucket_bytes, window_bytes)
-        self._window = Window(self.storage.ranges, *facts, window_bytes, chunks)
+        self._window = Window(ranges, *facts, window_bytes, chunks)
         return self._window
 
     def begin(self) -> None:

@@ -265,8 +265,9 @@ class ReplicatedStorage(ManagedStorage):
             [value for _, value in prints], dtype=torch.int64, device="cpu"
         )
         self._ranks.exchange_texts("share", "written")
-        for (name, _), column in zip(prints, copy.table.T, strict=True):
-            ranks = deviating_ranks(shares, column.tolist())
+        for column in (copy.table != copy.table[0]).any(dim=0).nonzero().flatten().tolist():
+            name, _ = prints[column]
+            ranks = deviating_ranks(shares, copy.table[:, column].tolist())
             if ranks is not None:
                 raise RegistrationError(
                     f"{self.name!r} cannot be replicated: {name!r} has other bytes on rank{ranks} "

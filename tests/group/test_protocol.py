@@ -387,3 +387,8 @@ def test_a_server_in_this_process_lives_as_long_as_the_group() -> None:
         5.0,
     )
     assert change(group) == 100
+
+
+def test_more_failures_than_a_text_has_letters() -> None:
+    failures = abort(dict.fromkeys(range(100_001), "no vote")).failures
+    assert set(failures.values()) == {"…"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 
 from placement import DeviceMemoryError, Manager, PhaseError, PlacementError, TorchEngine
 from placement.testing import Faults, SimulatedDevice
-from tests.support.threads import in_threads
-from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, net
+from tests.support.threads import in_a_thread, in_threads
+from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, make_manager, net
 
 # --- policies
 
@@ -121,6 +122,26 @@ def test_figures_for_a_trainers_log_are_of_the_time_since_the_last_call(worker: 
     # it trained before: the keys stay, so that no curve has holes
     assert figures["placement/stall_seconds/train"] == 0
     assert figures["placement/peak_device_gb/train"] == 0
+
+
+def test_two_threads_that_log_share_the_bytes(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = worker.manager
+    with manager.phase("log_prob"):
+        pass
+    count = manager._figures._counters
+    others = {}
+
+    def count_while_another_logs(snapshot: Any) -> dict[str, float]:
+        monkeypatch.undo()
+        others.update(in_a_thread(manager.metrics))
+        return count(snapshot)
+
+    monkeypatch.setattr(manager._figures, "_counters", count_while_another_logs)
+    figures, key = manager.metrics(totals=True), "placement/to_device_gb"
+    assert others[key] > 0
+    assert figures[key] + others[key] == figures["placement/total/to_device_gb"]
 
 
 def test_totals_of_a_run_have_what_was_unregistered(worker: Worker) -> None:
@@ -253,6 +274,31 @@ def test_a_closed_manager_says_so_and_its_objects_are_free(worker: Worker) -> No
     assert worker.manager.snapshot().handles == ()
     assert (worker.actor.state, worker.actor.resident_bytes) == (OFF, 0)
     learn(worker.net, worker.adam)
+
+
+def test_a_close_that_fails_keeps_nothing_alive_that_was_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither does its error, whose traceback has the frame of the loop."""
+    manager, actor, other = make_manager(), net(), net()
+    handle = manager.register("actor", actor, role="actor")
+    with manager.phase("weight_sync"):
+        for _ in handle.weight_changes(since=None):
+            pass
+    ref = manager.register("ref", other, role="ref")
+    ranges = [weakref.ref(r) for r in handle.holding.ranges]
+    del handle
+
+    def fail() -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(ref.storage, "unadopt", fail)
+    with pytest.raises(MemoryError) as caught:
+        manager.close()
+    assert caught.value.__traceback__ is not None
+    assert [r() for r in ranges] == [None] * len(ranges)
+    monkeypatch.undo()
+    manager.close()
 
 
 # --- the look at what a first step has born

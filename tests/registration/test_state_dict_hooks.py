@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -358,3 +359,25 @@ def test_nothing_can_be_loaded_into_an_optimizer_that_has_nothing(
     optimizer.state.clear()
     with pytest.raises(NotResidentError, match=r"'actor.optimizer'.*cannot be given a state dict"):
         optimizer.load_state_dict(full)
+
+
+class References(dict[str, Any]):
+    """Keeps weak references, and shows tensors."""
+
+    def items(self) -> Any:
+        return [(key, reference()) for key, reference in super().items()]
+
+
+def test_a_dictionary_with_items_of_its_own_is_read_by_them() -> None:
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return References(weight=weakref.ref(self.weight))
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model = Extra(4, 4)
+    weight = model.weight.detach().clone()
+    manager = make_manager()
+    handle = manager.register("actor", model, role="actor")
+    assert torch.equal(handle.state_dict()["_extra_state"]["weight"], weight)

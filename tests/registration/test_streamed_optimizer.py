@@ -464,6 +464,28 @@ def test_state_that_is_not_stepped_any_more_does_not_come_early() -> None:
         assert 0 < pair.handle.prefetched_bytes < pair.handle.num_bytes
 
 
+def test_a_window_that_was_measured_while_the_ranges_changed_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any thread may ask for it."""
+    pair = Pair(adamw)
+    with pair.manager.phase("train"):
+        pair.step_both(0)
+    streamed = pair.handle.streamed
+    parts_of = streamed.parts_of
+    streamed._window = None
+
+    def change_and_look(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        streamed.storage.ranges = (*streamed.storage.ranges,)  # another object
+        return parts_of(*arguments)
+
+    monkeypatch.setattr(streamed, "parts_of", change_and_look)
+    stale = streamed.measured()
+    assert stale.ranges is not streamed.storage.ranges
+    assert streamed.measured() is not stale
+
+
 def test_a_phase_whose_window_does_not_fit_is_refused() -> None:
     enough = Pair(adamw)
     needed = enough.actor.num_bytes + enough.handle.window_bytes
