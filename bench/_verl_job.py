@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench._verl_process import EVENTS
+from bench._verl_process import EVENTS, PART
 from tests.integrations.verl import recipe
 
 _ROOT = Path(__file__).parents[1]
+_CODE = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\S+)')
+_ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*(\w*(?:Error|Exception): .*)")
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Job:
 
     Attributes:
         steps: verl's own metrics, a dictionary a step.
-        events: when each phase began and ended, and the snapshots of placement's managers after
-            each step.
+        events: when each phase began and ended, the host memory that was available then, and the
+            snapshots of placement's managers after each step.
         output: all that its processes printed.
     """
 
@@ -57,6 +60,22 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     )
 
 
+def failures(output: str) -> str:
+    """The first and the last error of an output, each with the innermost line of its traceback. The
+    first is often the cause, and the last is what ended the run."""
+    errors = []
+    code = None
+    for line in output.splitlines():
+        code = _CODE.search(line) or code
+        error = _ERROR.search(line)
+        if code and error:
+            errors.append(f"{code[1]}:{code[2]}, in {code[3]}: {error[1][:300]}")
+            code = None
+    if not errors:
+        return "no error in its output"
+    return "; at the end ".join(dict.fromkeys([errors[0], errors[-1]]))
+
+
 def run(
     folder: Path,
     inputs: Path,
@@ -72,7 +91,8 @@ def run(
         modules: imported by each process of the run.
 
     Raises:
-        RuntimeError: the run failed, or took longer; with the end of its output.
+        RuntimeError: the run failed, or took longer. It says in which phase and in which line; the
+            end of the output is a note on it.
     """
     folder.mkdir(parents=True)
     variables = {
@@ -84,6 +104,8 @@ def run(
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
+        # Ray kills the worker at 95 % of the host's memory, which host copies may well take.
+        "RAY_memory_monitor_refresh_ms": "0",
         "HF_HUB_OFFLINE": "1",
         **environment,
     }
@@ -111,17 +133,22 @@ def run(
             start_new_session=True,
         )
         try:
-            status: int | str = process.wait(seconds)
+            code = process.wait(seconds)
+            status = "" if code == 0 else f"ended with {code}"
         except subprocess.TimeoutExpired:
-            status = f"no end after {seconds:g} s"
+            status = f"stopped after {seconds:g} s"
         finally:
             if process.poll() is None:
                 # Ray's own processes end with the one that started them
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     told = output.read_text(encoding="utf-8", errors="replace")
-    if status != 0:
-        raise RuntimeError(f"verl's driver ended with {status}:\n{told[-6000:]}")
+    if status:
+        part = folder / PART
+        where = part.read_text(encoding="utf-8") if part.exists() else "its start"
+        failure = RuntimeError(f"verl's driver: {status} in {where}: {failures(told)}")
+        failure.add_note(told[-6000:])
+        raise failure
     return Job(
         [line["data"] for line in _lines(folder / "steps.jsonl")],
         _lines(folder / "events.jsonl"),

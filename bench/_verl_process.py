@@ -2,7 +2,7 @@
 placement then says of its handles.
 
 `VERL_USE_EXTERNAL_MODULES` names it. The times go to the file that `EVENTS` names, one line of JSON
-a phase.
+a phase. The phase that has begun last is in the file `PART` beside it: the run may be killed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench._rig import available_host_bytes
 from placement.integrations.verl.plugin import after_import
 
 EVENTS = "VERL_BENCH_EVENTS"
+PART = "part.txt"
 SHARED_MEMORY = "VERL_BENCH_SHARED_MEMORY"
 """Set where the machine has no CUDA IPC: verl then sends weights through the host, as it does on
 devices without it."""
@@ -54,6 +56,8 @@ def _watched(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watching(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
         began = time.monotonic()
+        part = Path(os.environ[EVENTS]).with_name(PART)
+        part.write_text(f"{phase} of step {trainer.global_steps}", encoding="utf-8")
         try:
             return method(trainer, *arguments, **keywords)
         finally:
@@ -62,6 +66,7 @@ def _watched(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 "step": trainer.global_steps,
                 "began": began,
                 "ended": time.monotonic(),
+                "available_host_bytes": available_host_bytes(),
             }
             event["states"] = _states() if phase == "weight_sync" else []
             with open(os.environ[EVENTS], "a", encoding="utf-8") as file:

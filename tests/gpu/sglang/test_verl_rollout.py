@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import _verl_job, verl_grpo
+from bench._qwen import SHAPES, write_model
 from tests.support.frameworks import needs
 
 needs("verl")
@@ -25,7 +27,7 @@ def test_sglang_sleeps_and_wakes_as_a_handle(tmp_path: Path) -> None:
     what it holds is measured."""
     from tests.integrations.verl import recipe
 
-    inputs = verl_grpo.write_qwen(tmp_path / "inputs", is_full=False)
+    inputs = write_model(tmp_path / "inputs", SHAPES["0.5B"], torch.device("cuda:0"))
     recipe.write_inputs(inputs, _VOCABULARY, _PROMPTS)
     options = {
         **verl_grpo.gpu_options(1, "sglang"),

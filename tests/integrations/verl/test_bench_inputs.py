@@ -1,0 +1,61 @@
+"""The benchmark of verl's driver: the models that it writes, and the row of a run that died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import _verl_job
+from bench._decoder import Shape
+from bench._qwen import write_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_written_model_has_all_weights_in_bf16(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shape = Shape(32, 64, 2, 4, 2, 8, 256, tied=tied)
+    folder = write_model(tmp_path / "model", shape, torch.device("cpu"))
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    weights = dict(model.named_parameters())
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert weights["model.layers.1.mlp.up_proj.weight"].float().std().item() > 0.01
+    assert torch.equal(weights["model.norm.weight"], torch.ones(32, dtype=torch.bfloat16))
+    assert not weights["model.layers.0.self_attn.q_proj.bias"].any()
+    assert len(list(folder.glob("model.layers.*.safetensors"))) == 2
+
+
+_OUTPUT = """\
+WARNING: an engine is not available: ModuleNotFoundError("No module named 'x'")
+\x1b[36m(EngineCore pid=7)\x1b[0m   File "/site/vllm/utils.py", line 433, in request_memory
+\x1b[36m(EngineCore pid=7)\x1b[0m ValueError: Free memory on device is less than desired
+Traceback (most recent call last):
+  File "/site/verl/trainer/main_ppo.py", line 42, in main
+    run_ppo(config)
+  File "/site/ray/_private/worker.py", line 900, in get
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run()
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_the_cause_and_the_end_of_a_run_are_named_with_their_lines() -> None:
+    assert _verl_job.failures(_OUTPUT) == (
+        "utils.py:433, in request_memory: ValueError: Free memory on device is less than desired; "
+        "at the end worker.py:900, in get: RuntimeError: Engine core initialization failed. See "
+        "root cause above."
+    )
+    assert _verl_job.failures("all is well") == "no error in its output"
+
+
+def test_a_run_that_dies_says_in_which_part(tmp_path: Path) -> None:
+    """verl refuses the recipe before Ray starts."""
+    with pytest.raises(
+        RuntimeError, match=r"verl's driver: ended with \d+ in its start: .+"
+    ) as told:
+        _verl_job.run(tmp_path / "job", tmp_path, {"no.such.option": 1}, {}, [], 200.0)
+    assert "no.such.option" in told.value.__notes__[0]
