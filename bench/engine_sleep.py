@@ -41,6 +41,25 @@ _BACKENDS = ("cumem", PLACEMENT)
 _ASLEEP_SECONDS = 1.0
 
 
+def model_folder(scale: int) -> str:
+    """A new folder with the configuration of a Qwen2 of that shape, and no weights."""
+    config: dict[str, Any] = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": SHAPE["vocabulary"] // scale,
+        "hidden_size": SHAPE["hidden"] // scale,
+        "intermediate_size": SHAPE["intermediate"] // scale,
+        "num_hidden_layers": SHAPE["layers"],
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    }
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 class _Allocator:
     """vLLM's allocator alone, and a captured graph that reads each weight."""
 
@@ -131,20 +150,6 @@ class _Llm:
 
         vllm_plugin.register()  # as vLLM does in each process where placement is installed
 
-        config: dict[str, Any] = {
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            "dtype": "bfloat16",
-            "vocab_size": SHAPE["vocabulary"] // scale,
-            "hidden_size": SHAPE["hidden"] // scale,
-            "intermediate_size": SHAPE["intermediate"] // scale,
-            "num_hidden_layers": SHAPE["layers"],
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        }
-        folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"max_model_len": 1024, "max_num_seqs": 16, "enable_sleep_mode": True}
         options |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}
@@ -155,7 +160,7 @@ class _Llm:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [1, 2, 4],
         }
-        self._llm = LLM(str(folder), **options)
+        self._llm = LLM(model_folder(scale), **options)
         self.fill()
 
     def _on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:

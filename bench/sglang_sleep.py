@@ -10,15 +10,12 @@ so that SGLang finds the plug-in.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from bench import _rig, link
 from bench._results import Results
 from bench._rig import Rig
 from bench.engine_mirror import family_bytes
-from bench.engine_sleep import SHAPE
+from bench.engine_sleep import SHAPE, model_folder
 
 _SYSTEMS = ("torch_memory_saver", "placement")
 _SCENARIOS = ("first", "unchanged", "unchanged", "written", "written")
@@ -44,20 +41,6 @@ class _Engine:
         import sglang
 
         self._scale = scale
-        config: dict[str, Any] = {
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            "dtype": "bfloat16",
-            "vocab_size": SHAPE["vocabulary"] // scale,
-            "hidden_size": SHAPE["hidden"] // scale,
-            "intermediate_size": SHAPE["intermediate"] // scale,
-            "num_hidden_layers": SHAPE["layers"],
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        }
-        folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         options |= {"mem_fraction_static": 0.3, "max_total_tokens": 1 << 17}
@@ -65,7 +48,7 @@ class _Engine:
         options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
         options |= {"grammar_backend": "none", "disable_cuda_graph": True}
         options |= {"port": 30000 + 1000 * _SYSTEMS.index(system), "log_level": "warning"}
-        self._engine = sglang.Engine(model_path=str(folder), **options)
+        self._engine = sglang.Engine(model_path=model_folder(scale), **options)
         self._generate()
 
     def mover(self) -> str:

@@ -18,8 +18,7 @@ from placement.cli import main
 from placement.group import StoreGroup
 from placement.testing import assert_nothing_resident
 from tests.group.processes import Processes, SpawnedProcess, StoreService
-from tests.group.suspension_processes import TOKEN, post
-from tests.support.threads import until
+from tests.group.suspension_processes import TOKEN, Service, post
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +29,7 @@ FOREIGN_BYTES = GIB
 """At most so much of the device is taken by contexts, and by what else the driver needs."""
 
 
-class Job:
+class Job(Service):
     """A job that trains on one GPU, and may be suspended over HTTP. It is a rank of a group where
     the port of a store is given."""
 
@@ -51,27 +50,13 @@ class Job:
         self.manager.register("adam", self.adam)
         self.server = self.manager.serve(control=TOKEN)
 
-    def port(self) -> int:
-        return self.server.port
-
-    def until_asked(self) -> None:
-        until(lambda: self.manager._stack.suspension._asked)
-
     def enter(self) -> float:
-        """Begin to train. Returns the loss of the step."""
         self.manager.enter("train")
         loss = self.actor(self.batch).square().mean()
         self.adam.zero_grad()
         loss.backward()
         self.adam.step()
         return float(loss.detach())
-
-    def leave(self) -> None:
-        self.manager.leave()
-
-    def leave_and_enter(self) -> float:
-        self.leave()
-        return self.enter()
 
     def is_suspended(self) -> bool:
         return self.manager.snapshot().suspended

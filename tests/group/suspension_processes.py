@@ -31,7 +31,32 @@ def post(port: int, path: str, **body: Any) -> tuple[int, Any]:
         connection.close()
 
 
-class Job(Trainer):
+class Service:
+    """What a job does that a client may suspend over HTTP."""
+
+    manager: Manager
+    server: Any
+
+    def port(self) -> int:
+        return int(self.server.port)
+
+    def until_asked(self) -> None:
+        """Return once a client waits for the suspension."""
+        until(lambda: self.manager._stack.suspension._asked)
+
+    def enter(self) -> float:
+        """Begin to train. Returns the loss of the step."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        self.manager.leave()
+
+    def leave_and_enter(self) -> float:
+        self.leave()
+        return self.enter()
+
+
+class Job(Service, Trainer):
     """A job that trains step by step, and may be suspended over HTTP; a rank of a group where the
     port of a store is given."""
 
@@ -47,27 +72,12 @@ class Job(Trainer):
             device = SimulatedDevice(capacity, chunk_bytes=CHUNK, shared_with=shared)
             return Manager(device=device, group=group, budget_bytes=capacity)
 
-        super().__init__(manager_on)
+        Trainer.__init__(self, manager_on)
         self.server = self.manager.serve(control=TOKEN)
 
-    def port(self) -> int:
-        return self.server.port
-
-    def until_asked(self) -> None:
-        """Return once a client waits for the suspension."""
-        until(lambda: self.manager._stack.suspension._asked)
-
     def enter(self) -> float:
-        """Begin to train. Returns the loss of the step."""
         self.manager.enter("train")
         return self.learn(1.0)
-
-    def leave(self) -> None:
-        self.manager.leave()
-
-    def leave_and_enter(self) -> float:
-        self.leave()
-        return self.enter()
 
     def state(self) -> tuple[bool, int]:
         """Whether it is suspended, and the bytes of its chunks."""
