@@ -184,6 +184,7 @@ def chunk_bytes(handles: Iterable[Handle]) -> int:
 
 
 def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
+    """The findings about one handle. `belongs_on_device`: whether the plan has it there."""
     if handle.broken is not None:
         yield Finding(handle=handle.name, what="broken", detail=handle.broken)
         return

@@ -351,6 +351,25 @@ def verl_engines(tools: Tools) -> Iterator[Names]:
 
 
 @context
+def saver(tools: Tools) -> Iterator[Names]:
+    """A model that trains and one that generates, as torch_memory_saver's example has them."""
+    generator = _linear()
+    names: Names = {
+        **MODULES,
+        "build_model": _linear,
+        "engine": placement.TorchEngine(generator),
+        "prompts": torch.ones(4, WIDTH),
+        "batch": torch.ones(4, WIDTH),
+        "generate": lambda prompts: generator(prompts).detach(),
+        "train": lambda model, optimizer, batch: _update(
+            model, optimizer, batch, torch.zeros(4, WIDTH)
+        ),
+    }
+    yield names
+    assert_nothing_resident(names["manager"])
+
+
+@context
 def trl(tools: Tools) -> Iterator[Names]:
     """What a script that trains with TRL has: a model, a tokenizer, prompts and a reward
     function."""
@@ -417,3 +436,22 @@ def trainer(tools: Tools) -> Iterator[Names]:
     yield names
     assert names["trainer"].state.global_step == 1
     assert not names["callback"].manager.handles
+
+
+@context
+def accelerate_loop(tools: Tools) -> Iterator[Names]:
+    """A loop that accelerate prepares, with a reward model."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    names: Names = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "reward_model": torch.nn.Linear(WIDTH, WIDTH),
+        "batches": [torch.ones(4, WIDTH)],
+        "judge": lambda reward_model, batch: reward_model(batch).detach(),
+        "loss_of": lambda model, batch, rewards: ((model(batch) - rewards) ** 2).mean(),
+    }
+    first = model.weight.detach().clone()
+    yield names
+    assert_nothing_resident(names["manager"])
+    assert not torch.equal(names["manager"].handles["actor"].state_dict()["weight"], first)

@@ -65,5 +65,5 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
 def test_diagrams_have_no_semicolon() -> None:
     """Mermaid ends a statement there, also in the middle of a note, and then draws nothing."""
     diagrams = [block for page in PAGES for block in blocks(page) if block.language == "mermaid"]
-    assert diagrams
+    assert len(diagrams) >= 2
     assert [block.place for block in diagrams if ";" in block.text] == []
