@@ -318,7 +318,6 @@ class Group:
                 suspension=self.suspension,
                 last_suspension=self.last_suspension,
             )
-            self.suspension = None
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
                 self._put("proposal", own.encode())
@@ -451,13 +450,14 @@ class Group:
             return
         poorest = min(range(self.world_size), key=lambda rank: proposals[rank].budget_bytes)
         last = max(proposal.last_suspension for proposal in proposals)
+        newest_epoch = last  # a rank that was restarted may ask for an older one
         newest: SuspensionRequest | None = None
-        newest_epoch = last  # a rank that was restarted asks for an older one. It asks again.
         for proposal in proposals:
             request = proposal.suspension
-            if request is not None and (request.epoch or 0) > newest_epoch:
-                newest = request
-                newest_epoch = request.epoch or 0
+            epoch = 0 if request is None else request.epoch or last + 1
+            if request is not None and epoch > newest_epoch:
+                newest_epoch = epoch
+                newest = request.model_copy(update={"epoch": epoch})
         basis = Basis(
             budget_bytes=proposals[poorest].budget_bytes,
             budget_rank=poorest,

@@ -381,19 +381,27 @@ class TransitionLock:
             raise PlacementError("this manager is closed")
 
 
+class Suspending(Protocol):
+    """The `Suspension`, whose module is above this one."""
+
+    def enter(self, enters: Callable[[], bool]) -> None: ...
+    def carry_out_agreed(self) -> None: ...
+
+
 class Transitions(Protocol):
     """The `PhaseStack`, whose module is above this one."""
 
     phases: OpenPhases
     lock: TransitionLock
 
+    @property
+    def suspension(self) -> Suspending: ...
+
     def enter(self, phase: OpenPhase) -> None: ...
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None: ...
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None: ...
     def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None: ...
     def abandon(self, phase: OpenPhase) -> None: ...
-    def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None: ...
-    def suspend_with_ranks(self) -> None: ...
     def find(self, handle_or_name: Handle | str) -> Handle: ...
 
 
@@ -529,7 +537,7 @@ class PhaseContext(Phase):
     def __enter__(self) -> Phase:
         try:
             if not self._enters():
-                self._stack.enter_when_resumed(self.name, self._enters)
+                self._stack.suspension.enter(self._enters)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
             self.abandon()
             raise
@@ -573,7 +581,7 @@ class PhaseContext(Phase):
                 self._stack.leave(self.phase, error)
         finally:
             if self._stack.lock.vote is not None:
-                self._stack.suspend_with_ranks()
+                self._stack.suspension.carry_out_agreed()
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.snapshot import Audit
+from placement.core.snapshot import Audit, SuspensionRequest
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote, Suspended
@@ -275,30 +275,12 @@ class PhaseStack:
 
     # --- suspending
 
-    def enter_when_resumed(self, phase: str, enters: Callable[[], bool]) -> None:
-        """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
-        returns that there is another suspension."""
-        with interrupts.deferred(), self.suspension.waiting():
-            is_open = False
-            while not is_open:
-                self.suspend_with_ranks()
-                self.suspension.wait(phase)
-                is_open = enters()
-
-    def suspend_with_ranks(self) -> None:
-        """Carry out the suspension on which all ranks have agreed, if there is one: all of them
-        suspend, or none."""
-        vote = self.lock.vote
-        if vote is None or vote.agreed is None:
-            return
-        request, vote.agreed = vote.agreed, None
-        suspending = self.suspension.suspending(request)
-        with suspending, self.lock.attempt(raises_own=True), self.lock.transition():
-            self._leave_the_device(LeavingRanks(vote, f"suspend {request.epoch}"))
-
-    def _leave_the_device(self, leaving: LeavingRanks | None = None) -> None:
+    def _leave_the_device(self, request: SuspensionRequest) -> None:
         """Take every handle off the device, outside every phase. Raises what failed, but not
         changes to offloaded handles: the worker's next phase raises those."""
+        leaving = None
+        if (vote := self.lock.vote) is not None:
+            leaving = LeavingRanks(vote, f"suspend {request.epoch}")
         self._expire_keeps()
         self.reconciler.take_back_restarted_engines(asks_all=True)
         plan = self.phases.all_offloaded()

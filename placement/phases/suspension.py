@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
@@ -25,25 +24,16 @@ from placement.group.vote import GroupVote
 from placement.phases.phase import OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
-# how long a thread that asks waits before it tries again
-_PAUSE_SECONDS = 0.05
-# pause between two looks of a phase that waits: the first pause, and the longest
-_LOOK_SECONDS = (0.001, 0.05)
-
-
-@dataclass(eq=False)
-class _Asked:
-    """The request of one thread that waits, and its answer."""
-
-    request: SuspensionRequest
-    answer: Future[None] = field(default_factory=Future)
+# pause between two looks of a thread that waits: the first pause, and the longest
+_PAUSE_SECONDS = (0.001, 0.05)
+_Requests = dict[Future[None], SuspensionRequest]  # by the answers for the threads that ask
 
 
 class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
-    `read`: takes a snapshot. `carry_out`: takes every handle off the device, or raises; called with
-    the manager's lock held.
+    `read`: takes a snapshot. `carry_out`: takes every handle off the device, on all ranks or on
+    none, or raises; called with the manager's lock held.
     """
 
     def __init__(
@@ -52,14 +42,14 @@ class Suspension:
         phases: OpenPhases,
         handles: Mapping[str, Handle],
         read: Callable[[], Snapshot],
-        carry_out: Callable[[], None],
+        carry_out: Callable[[SuspensionRequest], None],
     ) -> None:
         self._lock, self._phases, self._handles = lock, phases, handles
         self._read, self._carry_out = read, carry_out
         self._mutex = threading.Lock()
         self.epoch = 0  # the number of the last suspension; 0: there was none
-        self._asked: list[_Asked] = []
-        self._taken_up: list[_Asked] = []  # those of them that cannot be taken back any more
+        self._asked: _Requests = {}
+        self._taken_up: _Requests = {}  # those that cannot be taken back any more
         # for each phase that waits: the last suspension that had ended before
         self._waiting: list[int] = []
 
@@ -83,7 +73,8 @@ class Suspension:
         self, request: SuspensionRequest, has_gone: Callable[[], bool] = lambda: False
     ) -> SuspensionStatus:
         """See `Manager.suspend`. `has_gone`: whether the one who asks is no longer there."""
-        asked, until = _Asked(request), time.monotonic() + request.deadline_seconds
+        answer: Future[None] = Future()
+        until = time.monotonic() + request.deadline_seconds
         with interrupts.deferred():
             self._lock.check_process()
             for phase in self._phases.all:
@@ -93,33 +84,35 @@ class Suspension:
                         "Leave it first, or ask in another thread"
                     )
             try:
-                self._ask(asked)
-                while not asked.answer.done():
+                self._ask(request, answer)
+                for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
                     self._lock.check_process()
                     self._carry_out_alone()
-                    with suppress(TimeoutError):
-                        asked.answer.result(_PAUSE_SECONDS)
-                    interrupts.check()
-                    is_old = (request.epoch or math.inf) <= self.epoch
-                    is_over = is_old or time.monotonic() >= until or has_gone()
-                    if is_over and self._takes_back(asked):
-                        late = f"not possible within {request.deadline_seconds:g} s"
-                        raise self._refused(self._other_epoch(request) if is_old else late)
+                    is_over = time.monotonic() >= until or has_gone()
+                    if answer.done() or (is_over and self._takes_back(answer)):
+                        break
             finally:
-                self._takes_back(asked, even_if_taken_up=True)
-            asked.answer.result()
+                self._takes_back(answer)
+        if not answer.done():
+            raise self._refused(f"not possible within {request.deadline_seconds:g} s")
+        answer.result()
         return self.status()
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, request: SuspensionRequest, answer: Future[None]) -> None:
         """Have a thread's request carried out, unless the suspension is on already."""
-        epoch = asked.request.epoch
+        epoch = request.epoch
         with self._mutex:
             if self._phases.is_suspended and epoch in (None, self.epoch):
-                asked.answer.set_result(None)
+                answer.set_result(None)
             elif self._phases.is_suspended or (epoch or math.inf) <= self.epoch:
-                raise self._refused(self._other_epoch(asked.request))
+                raise self._refused(self._other_epoch(request))
             else:
-                self._asked.append(asked)
+                self._asked[answer] = request
+
+    def _takes_back(self, answer: Future[None]) -> bool:
+        """Forget what a thread asks for, unless it is answered or taken up."""
+        with self._mutex:
+            return self._asked.pop(answer, None) is not None
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
@@ -146,14 +139,6 @@ class Suspension:
             snapshot=snapshot,
         )
 
-    def _takes_back(self, asked: _Asked, *, even_if_taken_up: bool = False) -> bool:
-        """Forget what a thread asks for, unless it is concluded or taken up."""
-        with self._mutex:
-            is_open = asked in self._asked and (even_if_taken_up or asked not in self._taken_up)
-            if is_open:
-                self._asked.remove(asked)
-            return is_open
-
     def _refused(self, reason: str) -> PhaseError:
         names = [handle.name for handle in [*self._handles.values()] if handle.is_on_device]
         phases = " > ".join(phase.name for phase in self._phases.all) or "none"
@@ -166,29 +151,26 @@ class Suspension:
 
     # --- carrying it out
 
+    def _take_up(self) -> SuspensionRequest | None:
+        """The newest suspension that threads ask for, which they cannot take back any more; None
+        while there is none, or a phase begins before it."""
+        with self._mutex:
+            if self._owes_a_phase:
+                return None
+            self._taken_up, self._asked = self._asked, {}
+            requests = self._taken_up.values()
+            return max(requests, key=lambda request: request.epoch or 0, default=None)
+
     def _carry_out_alone(self) -> None:
         """Take the manager off the device, in the thread that asks. Nothing happens while the lock
-        is held or a phase is open: the caller tries again. Errors go to the threads that ask."""
+        is held or a phase is open: the caller tries again."""
         if self._lock.vote is not None:
             return
         with self._lock.if_free() as is_free:
-            if not is_free or not self._lock.is_outside():
-                return
-            request = self._take_up()
-            if request is not None:
-                with self.suspending(request), self._lock.transition():
-                    self._carry_out()
-
-    def _take_up(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, with its epoch; None while there is none, or
-        a phase begins before it."""
-        with self._mutex:
-            self._taken_up = [] if self._owes_a_phase else [*self._asked]
-            requests = [asked.request for asked in self._taken_up]
-        if not requests:
-            return None
-        newest = max(requests, key=lambda request: request.epoch or 0)
-        return newest.model_copy(update={"epoch": newest.epoch or self.epoch + 1})
+            if is_free and self._lock.is_outside():
+                request = self._take_up()
+                if request is not None:
+                    self._suspend(request)
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
@@ -200,12 +182,24 @@ class Suspension:
             yield
         finally:
             group.suspension = None
-            if vote.agreed is None:
-                self._taken_up = []
             self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
+            if vote.agreed is None:
+                self._answer(f"the ranks have not agreed on it. Their last epoch is {self.epoch}")
+
+    def carry_out_agreed(self) -> None:
+        """Carry out the suspension on which all ranks have agreed, if there is one."""
+        vote = self._lock.vote
+        if vote is not None and vote.agreed is not None:
+            request, vote.agreed = vote.agreed, None
+            self._suspend(request)
+
+    def _suspend(self, request: SuspensionRequest) -> None:
+        attempt = self._lock.attempt(raises_own=True)
+        with self.suspending(request), attempt, self._lock.transition():
+            self._carry_out(request)
 
     @contextmanager
-    def suspending(self, carried_out: SuspensionRequest) -> Iterator[None]:
+    def suspending(self, request: SuspensionRequest) -> Iterator[None]:
         """The suspension is carried out inside. Success marks the manager suspended, with the new
         epoch; an error refuses the suspension, and is not raised. Then the threads that ask are
         answered."""
@@ -218,36 +212,48 @@ class Suspension:
             logger.error("suspend: %s", reason)
         finally:
             with self._mutex:
-                concluded, self._asked, self._taken_up = self._asked, [], []
                 if not reason:
-                    self.epoch = carried_out.epoch or 0
-                    seconds = carried_out.resume_after_seconds or math.inf
+                    self.epoch = request.epoch or self.epoch + 1
+                    seconds = request.resume_after_seconds or math.inf
                     self._phases.suspended_until = time.monotonic() + seconds
-            for asked in concluded:
-                if not reason and asked.request.epoch in (None, carried_out.epoch):
-                    asked.answer.set_result(None)
-                else:
-                    refused = self._refused(reason or self._other_epoch(asked.request))
-                    asked.answer.set_exception(refused)
+                    self._taken_up |= self._asked  # those that came meanwhile
+                    self._asked = {}
+                    logger.info("suspended (epoch %d): the next phase waits", self.epoch)
+            self._answer(reason)
+
+    def _answer(self, reason: str) -> None:
+        """Answer the threads whose requests were taken up. `reason`: why they are refused; empty
+        where the manager was suspended."""
+        answered, self._taken_up = self._taken_up, {}
+        for answer, request in answered.items():
+            if not reason and request.epoch in (None, self.epoch):
+                answer.set_result(None)
+            else:
+                answer.set_exception(self._refused(reason or self._other_epoch(request)))
 
     # --- waiting
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """An outermost phase waits inside, and then begins."""
+    def enter(self, enters: Callable[[], bool]) -> None:
+        """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
+        returns that there is another suspension."""
         last = -1 if self._phases.is_suspended else self.epoch
-        self._waiting.append(last)
-        try:
-            yield
-        finally:
-            self._waiting.remove(last)
+        with interrupts.deferred():
+            self._waiting.append(last)
+            try:
+                self._wait()
+                while not enters():
+                    self._wait()
+            finally:
+                self._waiting.remove(last)
 
-    def wait(self, phase: str) -> None:
+    def _wait(self) -> None:
         """Wait until an outermost phase may begin. Ctrl-C ends it. Raises CoordinatorLost: the
         ranks of the group cannot be heard."""
-        began, is_logged = time.monotonic(), False
-        for _ in interrupts.looks(math.inf, *_LOOK_SECONDS):
-            now, vote = time.monotonic(), self._lock.vote
+        self.carry_out_agreed()
+        vote = self._lock.vote
+        began = time.monotonic()
+        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
+            now = time.monotonic()
             self._phases.suspended_seconds += now - began
             began = now
             self._lock.check_process()
@@ -255,6 +261,3 @@ class Suspension:
                 self.end()
             if not self.comes_first:
                 return
-            if self._phases.is_suspended and not is_logged:
-                is_logged = True
-                logger.info("phase %s waits: suspended (epoch %d)", phase, self.epoch)

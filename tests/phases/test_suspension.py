@@ -167,6 +167,7 @@ def test_the_next_phase_waits_with_one_line_and_a_count(
     caplog.set_level(logging.INFO, "placement")
     manager = trainer.manager
     manager.suspend()
+    manager.suspend()
     work = begun(lambda: losses_of(trainer, 2))
     until(lambda: manager.snapshot().suspended_seconds > 0.1)
     assert not work.done()
@@ -175,7 +176,7 @@ def test_the_next_phase_waits_with_one_line_and_a_count(
     manager.resume()
     work.result(30)
     lines = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
-    assert lines == ["phase log_prob waits: suspended (epoch 1)"]
+    assert lines == ["suspended (epoch 1): the next phase waits"]
     snapshot = manager.snapshot()
     assert snapshot.suspended_seconds >= 0.1
     assert snapshot.phase_stall_seconds["log_prob"] < snapshot.suspended_seconds
@@ -402,7 +403,7 @@ def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer) -> Non
             assert interrupt.was_sent
         finally:
             sys.settrace(None)
-        assert trainer.manager._stack.suspension._asked == []
+        assert not trainer.manager._stack.suspension._asked
         trainer.manager.resume()
         with trainer.manager.phase("log_prob"):
             pass
