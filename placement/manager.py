@@ -339,7 +339,7 @@ class Manager:
             _close_all(self._servers)
             return
         last = self.snapshot()
-        self._stack.close(names_of(on_device) or ())
+        self._stack.close(names_of(on_device, "on_device") or ())
         _close_all(self._servers)
         logger.info("closed\n%s", summary(last), extra={"placement": last})
 
@@ -444,6 +444,7 @@ class Manager:
         self,
         deadline: float = 60.0,
         *,
+        drop: Iterable[str | Handle] = (),
         resume_after_seconds: float | None = None,
         epoch: int | None = None,
     ) -> SuspensionStatus:
@@ -456,17 +457,24 @@ class Manager:
 
         Args:
             deadline: seconds to wait for the end of the open phases.
+            drop: engines, or their names, that sleep without a copy of their weights on the host
+                (vLLM's level 2), so that host memory is free, too. They need a weight sync before
+                they can generate.
             resume_after_seconds: after how long it ends by itself. None: never.
             epoch: its number, above that of the last suspension; None: the next. To ask for the
                 present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible in time, the epoch is an old one, or this thread has a
-                phase open. The message says what is on the device.
+            PhaseError: it was not possible in time, the epoch is an old one, this thread has a
+                phase open, or `drop` names a handle that cannot be dropped. The message says what
+                is on the device.
             ValueError: an argument is not a number, or too small or large.
         """
         request = SuspensionRequest(
-            deadline_seconds=deadline, resume_after_seconds=resume_after_seconds, epoch=epoch
+            deadline_seconds=deadline,
+            resume_after_seconds=resume_after_seconds,
+            epoch=epoch,
+            drop=names_of(drop, "drop") or (),
         )
         return self._stack.suspension.suspend(request)
 

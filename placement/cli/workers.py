@@ -271,6 +271,8 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
     parser.add_argument("--deadline", type=_seconds, default=60.0, metavar="SECONDS", help=text)
+    text = "an engine that is to keep no weights on the host; may be given again"
+    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help=text)
     text = "after how long it is resumed at the latest"
     parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
 
@@ -285,11 +287,12 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
     token = _token(arguments.token_file)
-    request = {}
+    request: dict[str, Any] = {}
     seconds = _SPARE_SECONDS
     if arguments.command == "suspend":
         request["deadline_seconds"] = arguments.deadline
         request["resume_after_seconds"] = arguments.resume_after
+        request["drop"] = arguments.drop
         seconds += arguments.deadline
 
     def answer_of(worker: Target) -> tuple[bool, str]:

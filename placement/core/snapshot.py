@@ -175,6 +175,7 @@ class SuspensionRequest(Frozen):
     deadline_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     resume_after_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     epoch: int | None = Field(default=None, ge=1, lt=1 << 63)
+    drop: tuple[str, ...] = ()
 
 
 class SuspensionStatus(Frozen):

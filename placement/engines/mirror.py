@@ -73,7 +73,7 @@ class Mirror:
         Raises:
             HostMemoryError: there is not enough host memory. The mirror is empty.
         """
-        if all(self._has(block) for block in blocks):
+        if all(self.has(block) for block in blocks):
             return
         self.release()
         slab = self._device.host(sum(block.nbytes for block in blocks))
@@ -84,7 +84,8 @@ class Mirror:
         self.host_bytes = slab.nbytes
         self._fingerprints(blocks[:1])  # so that the first save does not wait for its kernel
 
-    def _has(self, block: Block) -> bool:
+    def has(self, block: Block) -> bool:
+        """Whether a block has a place."""
         place = self._places.get(block.base)
         return place is not None and place.host.nbytes == block.nbytes
 
@@ -98,7 +99,7 @@ class Mirror:
 
     def is_place_of(self, block: Block, host: torch.Tensor) -> bool:
         """Whether `host` is the place of a block."""
-        return self._has(block) and self.host(block).data_ptr() == host.data_ptr()
+        return self.has(block) and self.host(block).data_ptr() == host.data_ptr()
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
         """Start copying the pieces of these blocks that differ from the host copy. Returns the

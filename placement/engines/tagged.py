@@ -78,7 +78,7 @@ class Residency(Storage):
         """Whether the engine is drained and serves no request; None: unknown. An engine with an
         offloaded tag was drained before."""
         self._is_taken = False
-        self._has_mirror = False
+        self.has_mirror = False  # whether the engine has its weights on the host
         # the mirror's size, as the engine reported it at the last offload; None where it cannot
         self._reported_mirror_bytes: int | None = None
         # as the engine reported it; None: not yet
@@ -88,7 +88,7 @@ class Residency(Storage):
     def weights_are_kept(self, kept: bool) -> None:
         """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
-        self._has_mirror = kept and (self._has_mirror or WEIGHTS in self.offloaded_tags)
+        self.has_mirror = kept and (self.has_mirror or WEIGHTS in self.offloaded_tags)
         if self._is_taken or WEIGHTS not in self.offloaded_tags:
             return
         if self.stale in (None, _DISCARDED_BEFORE):
@@ -153,7 +153,7 @@ class Residency(Storage):
 
     @property
     def host_bytes(self) -> int:
-        return self.mirror_bytes if self._has_mirror else 0
+        return self.mirror_bytes if self.has_mirror else 0
 
     def _bytes_of(self, tags: frozenset[str]) -> int:
         nbytes = 0
@@ -198,6 +198,7 @@ class Residency(Storage):
         Returns the bytes copied. EngineError: it refused a tag; those before are on the device.
         EngineLost: its effect is unknown."""
         coming = tags - self.resident_tags
+        had_mirror = self.has_mirror
         for tag in self._in_order(coming):
             before = self.free_bytes()
             try:
@@ -213,10 +214,10 @@ class Residency(Storage):
             self._measure(frozenset({tag}), before - self.free_bytes())
             if tag == WEIGHTS:
                 stays = self.moved_by == PLACEMENT or self._engine.mirror_stays
-                self._has_mirror = self._has_mirror and stays
+                self.has_mirror = self.has_mirror and stays
         self._learn_mover()
         self._open()
-        return self._copied_bytes(coming)
+        return self._copied_bytes(coming) if had_mirror else 0
 
     def fill(self) -> None:
         """Record that the weights are valid from now on. Raises EngineError: they are offloaded, or
@@ -240,7 +241,7 @@ class Residency(Storage):
                 f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}"
             )
         self.resident_tags = frozenset(self.tags) - offloaded
-        self._has_mirror = self.keeps_weights and WEIGHTS in offloaded
+        self.has_mirror = self.keeps_weights and WEIGHTS in offloaded
         self.stale = "it is unknown what happened to them while the engine was lost"
         self.doubt = None
         self._is_drained = True if offloaded else None
@@ -262,7 +263,7 @@ class Residency(Storage):
 
     def _measure_mirror(self) -> None:
         self._reported_mirror_bytes = self._engine.mirror_bytes()
-        self._has_mirror = self.mirror_bytes > 0 or self.keeps_weights
+        self.has_mirror = self.mirror_bytes > 0 or self.keeps_weights
 
     def _drain(self) -> None:
         if not self._is_drained:
@@ -394,6 +395,10 @@ class TaggedEngine(Engine):
     frees_when_asked = True
     """Whether an offload frees the memory, so that the device shows more free memory after it. Else
     it was free before."""
+
+    can_discard = False
+    """Whether an offload discards the weights while `residency.keeps_weights` is false, whatever
+    `weights=` was. Only such an engine can be dropped, see `Manager.suspend`."""
 
     def __init__(
         self,
@@ -634,6 +639,8 @@ class Follower(TaggedEngine):
             engine = VllmServer(url) if rank == 0 else Follower()
             manager.register("rollout", engine)
     """
+
+    can_discard = True  # as its leader does
 
     def __init__(
         self,

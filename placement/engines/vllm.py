@@ -41,6 +41,7 @@ class _Vllm(PluggedEngine):
 
     own_mover = "cumem"
     why_nothing_moves = _ENABLE
+    can_discard = True
     knows_its_tags: bool
     """Whether this vLLM knows which tags are asleep, so that the KV cache can go alone. One change
     of vLLM brought both."""

@@ -43,7 +43,6 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_slept = False
         self.copied_bytes = 0
         """Bytes that the last suspend or resume has copied."""
 
@@ -81,13 +80,13 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         kept = self._kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
-        if WEIGHTS not in kept and not self._has_slept:
-            self._mirror.release()  # this engine discards its weights, so they need no place
+        weights = [_block(data) for data in awake if data.tag == WEIGHTS]
+        if WEIGHTS not in kept and any(self._mirror.has(block) for block in weights):
+            self._mirror.release()  # they are discarded, so they need no place
         self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
         if self.copied_bytes:
             gc.collect()  # as in vLLM's own sleep, but while the link works
         self._mirror.end_save()
-        self._has_slept = True
         self._state = "SUSPENDED"
         for data in leaving:
             data.cpu_backup_tensor = self._mirror.host(_block(data))

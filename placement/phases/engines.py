@@ -8,13 +8,14 @@ does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from placement.core.states import Plan, State, Trigger
-from placement.engines.tagged import Residency
+from placement.core.errors import PhaseError
+from placement.core.states import WEIGHTS, Plan, State, Trigger
+from placement.engines.tagged import Residency, TaggedEngine
 from placement.phases.moves import Mover
 from placement.phases.transition import Participant, Transition
-from placement.planning.planner import target_of, wanted_tags
+from placement.planning.planner import target_of, unknown_handle, wanted_tags
 from placement.registration.handle import Handle
 from placement.storage.move import MoveResult
 
@@ -102,3 +103,34 @@ class Engines(Participant):
             copied = work()
         moved = MoveResult(time.monotonic() - began, copied)
         self._mover.record(engine, trigger, engine.state, began, moved)
+
+
+def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handle]:
+    """The engines of these names, which can give up their weights on the host. Raises PhaseError:
+    one of them cannot."""
+    engines = []
+    for name in names:
+        if name not in handles:
+            raise PhaseError(f"drop: {unknown_handle(name, handles)}")
+        handle, engine = handles[name], handles[name].object
+        is_engine = isinstance(engine, TaggedEngine) and not handle.readonly
+        if not is_engine or not (engine.can_discard or not engine.residency.keeps_weights):
+            raise PhaseError(
+                f"drop: {name!r} cannot be dropped: only an engine can whose weights a sync brings "
+                "again, and which sleeps without them (vLLM at level 2)"
+            )
+        engines.append(handle)
+    return engines
+
+
+def drop(engine: Handle, mover: Mover) -> None:
+    """Have an engine that is off the device discard the weights that it has on the host: it wakes
+    with them, and sleeps without them."""
+    residency = _residency_of(engine)
+    if residency.has_mirror:
+        mover.take_engine_to(engine, (State.GPU_RESIDENT, True), frozenset({WEIGHTS}))
+        residency.keeps_weights = False
+        try:
+            mover.take_engine_to(engine, (State.CPU_OFFLOADED, False))
+        finally:
+            residency.keeps_weights = True

@@ -412,18 +412,18 @@ def checked(name: str) -> str:
     return name
 
 
-def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
-    """`only=` as a tuple of names. Raises TypeError: it is one string, whose letters would be taken
-    for names, or has anything else."""
+def names_of(only: Iterable[str | Handle] | None, option: str = "only") -> tuple[str, ...] | None:
+    """An option such as `only=` as a tuple of names. Raises TypeError: it is one string, whose
+    letters would be taken for names, or has anything else."""
     if isinstance(only, str):
-        raise TypeError(f"only= takes a list of names: only=[{only!r}]")
+        raise TypeError(f"{option}= takes a list of names: {option}=[{only!r}]")
     if only is None:
         return None
     names = []
     for handle_or_name in only:
         name: Any = getattr(handle_or_name, "name", handle_or_name)
         if not isinstance(name, str):
-            raise TypeError(f"only= takes names or handles, not {name!r}")
+            raise TypeError(f"{option}= takes names or handles, not {name!r}")
         names.append(name)
     return tuple(names)
 

@@ -4,21 +4,21 @@ after."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from placement.core.errors import EngineError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import Plan
+from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
 from placement.engines.tagged import Residency
 from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
-from placement.phases.engines import Engines
+from placement.phases.engines import Engines, drop, droppable
 from placement.phases.found_changes import FoundChanges
 from placement.phases.moves import Mover
 from placement.phases.plan_maker import GroupPlanMaker, PlanMaker
@@ -100,6 +100,14 @@ class Reconciler:
                     self._mover.each_repaired([handle], lambda _: None)
                     names.append(handle.name)
         return names
+
+    def drop(self, names: Iterable[str]) -> list[Exception]:
+        """Have engines discard the weights that they have on the host. Returns the errors. Raises
+        PhaseError: one of the names is no such engine, and nothing was done."""
+        engines = droppable(self._handles, names)
+        if self.turn is not None:
+            self.turn.take(IDLE)
+        return self._mover.each_repaired(engines, lambda engine: drop(engine, self._mover))
 
     # --- all or nothing
 

@@ -100,7 +100,7 @@ class PhaseStack:
             lambda: all(phase.is_abandoned for phase in self.phases.all),
         )
         self.suspension = Suspension(
-            self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
+            self.lock, self.phases, self._handles, self.take_snapshot, self._suspend
         )
 
     @contextmanager
@@ -275,20 +275,31 @@ class PhaseStack:
 
     # --- suspending
 
-    def _leave_the_device(self, request: SuspensionRequest) -> None:
-        """Take every handle off the device, outside every phase. Raises what failed, but not
-        changes to offloaded handles: the worker's next phase raises those."""
-        leaving = None
-        if (vote := self.lock.vote) is not None:
-            leaving = LeavingRanks(vote, f"suspend {request.epoch}")
-        self._expire_keeps()
-        self.reconciler.take_back_restarted_engines(asks_all=True)
-        plan = self.phases.all_offloaded()
-        failures = self.reconciler.retreat(IDLE, plan, leaving=leaving, raises_changes=False)
-        if failures:
-            _raise_all(failures)
-        self.reconciler.trim()
-        self.reconciler.measure(IDLE)
+    def _suspend(self, request: SuspensionRequest) -> None:
+        """Take every handle off the device, on all ranks or on none. Raises what failed."""
+        self._leave_the_device(f"suspend {request.epoch}")
+        if request.drop:
+            # Not before every rank has left: an engine comes back, and may be on their devices too.
+            self._leave_the_device(f"drop {', '.join(request.drop)}", request.drop)
+
+    def _leave_the_device(self, action: str, drop: Sequence[str] = ()) -> None:
+        """Have engines drop their weights, and take every handle off the device, outside every
+        phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
+        raises those."""
+        with self.lock.attempt(raises_own=True), self.lock.transition():
+            vote = self.lock.vote
+            leaving = None if vote is None else LeavingRanks(vote, action)
+            self._expire_keeps()
+            self.reconciler.take_back_restarted_engines(asks_all=True)
+            failures = self.reconciler.drop(drop) if drop else []
+            plan = self.phases.all_offloaded()
+            failures = self.reconciler.retreat(
+                IDLE, plan, failures, leaving=leaving, raises_changes=False
+            )
+            if failures:
+                _raise_all(failures)
+            self.reconciler.trim()
+            self.reconciler.measure(IDLE)
 
     # --- within a phase
 

@@ -21,6 +21,7 @@ from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
 from placement.group.vote import GroupVote
+from placement.phases.engines import droppable
 from placement.phases.phase import OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
@@ -33,7 +34,7 @@ class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
     `read`: takes a snapshot. `carry_out`: takes every handle off the device, on all ranks or on
-    none, or raises; called with the manager's lock held.
+    none, or raises.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Suspension:
         self._read, self._carry_out = read, carry_out
         self._mutex = threading.Lock()
         self.epoch = 0  # the number of the last suspension; 0: there was none
+        self._dropped: tuple[str, ...] = ()  # the engines that it has dropped
         self._asked: _Requests = {}
         self._taken_up: _Requests = {}  # those that cannot be taken back any more
         # for each phase that waits: the last suspension that had ended before
@@ -77,6 +79,7 @@ class Suspension:
         until = time.monotonic() + request.deadline_seconds
         with interrupts.deferred():
             self._lock.check_process()
+            droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
                     raise self._refused(
@@ -100,11 +103,10 @@ class Suspension:
 
     def _ask(self, request: SuspensionRequest, answer: Future[None]) -> None:
         """Have a thread's request carried out, unless the suspension is on already."""
-        epoch = request.epoch
         with self._mutex:
-            if self._phases.is_suspended and epoch in (None, self.epoch):
+            if self._phases.is_suspended and self._is_last(request):
                 answer.set_result(None)
-            elif self._phases.is_suspended or (epoch or math.inf) <= self.epoch:
+            elif self._phases.is_suspended or (request.epoch or math.inf) <= self.epoch:
                 raise self._refused(self._other_epoch(request))
             else:
                 self._asked[answer] = request
@@ -145,8 +147,14 @@ class Suspension:
         on_device = listed(names) or "nothing"
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {on_device})")
 
+    def _is_last(self, request: SuspensionRequest) -> bool:
+        """Whether the last suspension is what is asked for."""
+        return request.epoch in (None, self.epoch) and {*request.drop} <= {*self._dropped}
+
     def _other_epoch(self, request: SuspensionRequest) -> str:
         is_on = "suspended now" if self._phases.is_suspended else "over"
+        if request.drop:
+            is_on += f", and has dropped {listed(self._dropped) or 'nothing'}"
         return f"epoch {request.epoch} cannot begin: the last one, {self.epoch}, is {is_on}"
 
     # --- carrying it out
@@ -159,7 +167,9 @@ class Suspension:
                 return None
             self._taken_up, self._asked = self._asked, {}
             requests = self._taken_up.values()
-            return max(requests, key=lambda request: request.epoch or 0, default=None)
+            return max(
+                requests, key=lambda asked: (asked.epoch or 0, len(asked.drop)), default=None
+            )
 
     def _carry_out_alone(self) -> None:
         """Take the manager off the device, in the thread that asks. Nothing happens while the lock
@@ -170,7 +180,8 @@ class Suspension:
             if is_free and self._lock.is_outside():
                 request = self._take_up()
                 if request is not None:
-                    self._suspend(request)
+                    with self.suspending(request):
+                        self._carry_out(request)
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
@@ -191,12 +202,8 @@ class Suspension:
         vote = self._lock.vote
         if vote is not None and vote.agreed is not None:
             request, vote.agreed = vote.agreed, None
-            self._suspend(request)
-
-    def _suspend(self, request: SuspensionRequest) -> None:
-        attempt = self._lock.attempt(raises_own=True)
-        with self.suspending(request), attempt, self._lock.transition():
-            self._carry_out(request)
+            with self.suspending(request):
+                self._carry_out(request)
 
     @contextmanager
     def suspending(self, request: SuspensionRequest) -> Iterator[None]:
@@ -214,6 +221,7 @@ class Suspension:
             with self._mutex:
                 if not reason:
                     self.epoch = request.epoch or self.epoch + 1
+                    self._dropped = request.drop
                     seconds = request.resume_after_seconds or math.inf
                     self._phases.suspended_until = time.monotonic() + seconds
                     self._taken_up |= self._asked  # those that came meanwhile
@@ -226,7 +234,7 @@ class Suspension:
         where the manager was suspended."""
         answered, self._taken_up = self._taken_up, {}
         for answer, request in answered.items():
-            if not reason and request.epoch in (None, self.epoch):
+            if not reason and self._is_last(request):
                 answer.set_result(None)
             else:
                 answer.set_exception(self._refused(reason or self._other_epoch(request)))

@@ -202,6 +202,24 @@ def test_an_engine_that_discards_its_weights_keeps_no_host_memory_for_them(engin
     assert engine.is_whole
 
 
+def test_weights_that_are_discarded_once_give_their_host_memory_back(engine: Engine) -> None:
+    """Woken alone, as `Manager.suspend(drop=...)` does."""
+    kept = 2 * PAGE if engine.vllm.version >= "0.32" else 0
+    engine.backend.suspend(1)
+    engine.backend.resume(["weights"])
+    engine.backend.suspend(2)
+    assert engine.backend._mirror.host_bytes == kept
+    engine.backend.resume()
+    assert torch.equal(engine.weights[0], poison(SIZES[0]))
+    for weight, value in zip(engine.weights, engine.values, strict=True):
+        weight.copy_(value)
+    for _ in range(2):
+        engine.backend.suspend(1)
+        assert engine.backend._mirror.host_bytes == sum(SIZES) + kept
+        engine.backend.resume()
+        assert engine.is_whole
+
+
 def test_memory_without_bytes_is_mapped_when_the_copies_are_done(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,18 @@ def test_suspend_and_resume(worker: Worker) -> None:
         assert worker.manager.handles["actor"].state is State.GPU_RESIDENT
 
 
+def test_what_cannot_be_dropped_is_refused(
+    worker: Worker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, answer = worker.post("/suspend", {"drop": ["actor"]})
+    assert code == 409
+    assert "'actor' cannot be dropped" in answer["error"]
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    assert main(["suspend", worker.server.url, "--drop", "nobody", "--drop", "actor"]) == 1
+    assert "no handle 'nobody'" in capsys.readouterr().out
+    assert not worker.manager.snapshot().suspended
+
+
 def test_a_suspension_over_http_ends_by_itself(worker: Worker) -> None:
     assert worker.post("/suspend", {"resume_after_seconds": 0.1})[1]["suspended"]
     with worker.manager.phase("log_prob"):  # waits, with nobody who resumes
@@ -173,6 +185,7 @@ def test_what_is_no_token(token: str) -> None:
     [
         *(b"{", b"[]", b"\xff", b'{"deadline": 3}', b'{"deadline_seconds": 0}', b'{"epoch": "7"}'),
         *(b'{"deadline_seconds": NaN}', b'{"resume_after_seconds": true}', b'{"epoch": 0}'),
+        *(b'{"drop": "actor"}', b'{"drop": [7]}'),
     ],
 )
 def test_bad_bodies(worker: Worker, body: bytes) -> None:

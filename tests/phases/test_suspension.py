@@ -439,6 +439,8 @@ def test_ctrl_c_at_any_line_of_waiting_leaves_no_phase_that_waits(trainer: Train
         ({"epoch": 0}, ValueError),
         ({"epoch": 1 << 63}, ValueError),
         ({"epoch": 1.5}, ValueError),
+        ({"drop": "rollout"}, TypeError),
+        ({"drop": [7]}, TypeError),
     ],
 )
 def test_bad_arguments(trainer: Trainer, keywords: Any, error: type[Exception]) -> None:
