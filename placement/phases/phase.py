@@ -385,7 +385,7 @@ class Suspending(Protocol):
     """The `Suspension`, whose module is above this one."""
 
     def enter(self, enters: Callable[[], bool]) -> None: ...
-    def carry_out_agreed(self) -> None: ...
+    def carry_out(self) -> None: ...
 
 
 class Transitions(Protocol):
@@ -564,7 +564,7 @@ class PhaseContext(Phase):
         trace: TracebackType | None,
     ) -> None:
         """Leave the phase. It is over afterwards, whatever is raised. Errors of leaving are raised,
-        or become notes of the user's own error. A suspension on which all ranks agreed follows."""
+        or become notes of the user's own error. A suspension that was asked for follows."""
         if self._is_finalizing():
             return
         if is_background():  # a generator was collected there
@@ -580,8 +580,9 @@ class PhaseContext(Phase):
             with self._stack.lock.attempt(raises_own=True, error=error):
                 self._stack.leave(self.phase, error)
         finally:
-            if self._stack.lock.vote is not None:
-                self._stack.suspension.carry_out_agreed()
+            if not self._stack.phases.all:
+                with deferred():
+                    self._stack.suspension.carry_out()
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in

@@ -147,7 +147,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
-            if not phases.all and self.suspension.comes_first:
+            if not phases.all and phases.is_suspended:
                 raise Suspended
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)

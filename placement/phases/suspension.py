@@ -1,10 +1,10 @@
 """Suspensions: a manager leaves the device because another process needs it, and its next phase
 waits until it is resumed.
 
-Alone, the thread that asks carries it out as soon as no phase is open; an outermost phase that is
-about to begin waits for that. Ranks of a group tell each other what they are asked for as they
-begin or leave an outermost phase, and carry it out together. A resumption is noted on the group's
-board, where the ranks that wait look for it.
+It is carried out by the thread that leaves the outermost phase, or, where none is open, by the
+thread that asks. Ranks of a group tell each other what they are asked for as they begin or leave an
+outermost phase, and carry it out together. A resumption is noted on the group's board, where the
+ranks that wait look for it.
 """
 
 from __future__ import annotations
@@ -52,22 +52,7 @@ class Suspension:
         self._dropped: tuple[str, ...] = ()  # the engines that it has dropped
         self._asked: _Requests = {}
         self._taken_up: _Requests = {}  # those that cannot be taken back any more
-        # for each phase that waits: the last suspension that had ended before
-        self._waiting: list[int] = []
-
-    @property
-    def comes_first(self) -> bool:
-        """Whether an outermost phase has to wait: for the end of a suspension, or, without a group,
-        for the thread that asks for one."""
-        if self._asked and self._lock.vote is None and not self._owes_a_phase:
-            return True
-        return self._phases.is_suspended
-
-    @property
-    def _owes_a_phase(self) -> bool:
-        """Whether a phase waits that has waited for a suspension already. It begins before the next
-        suspension, so that threads that ask again and again do not keep it out."""
-        return not self._phases.is_suspended and any(last != self.epoch for last in self._waiting)
+        self._waiting: list[threading.Thread] = []  # those whose phases wait
 
     # --- asking
 
@@ -90,7 +75,8 @@ class Suspension:
                 self._ask(request, answer)
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
                     self._lock.check_process()
-                    self._carry_out_alone()
+                    if self._lock.vote is None:
+                        self.carry_out()
                     is_over = time.monotonic() >= until or has_gone()
                     if answer.done() or (is_over and self._takes_back(answer)):
                         break
@@ -159,29 +145,30 @@ class Suspension:
 
     # --- carrying it out
 
+    def carry_out(self) -> None:
+        """Carry out what threads ask for. Nothing happens while the lock is held, or a phase is
+        open: its end tries again. In a group: carry out what all ranks have agreed on."""
+        vote = self._lock.vote
+        if vote is not None:
+            request, vote.agreed = vote.agreed, None
+            self._suspend(request)
+        elif self._asked:
+            with self._lock.if_free() as is_free:
+                if is_free and self._lock.is_outside():
+                    self._suspend(self._take_up())
+
     def _take_up(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, which they cannot take back any more; None
-        while there is none, or a phase begins before it."""
+        """The newest suspension that threads ask for, which they cannot take back any more. None
+        while there is none, or a phase waits: it begins before the next suspension, so that threads
+        that ask again and again do not keep it out."""
         with self._mutex:
-            if self._owes_a_phase:
+            if self._waiting:
                 return None
             self._taken_up, self._asked = self._asked, {}
             requests = self._taken_up.values()
             return max(
                 requests, key=lambda asked: (asked.epoch or 0, len(asked.drop)), default=None
             )
-
-    def _carry_out_alone(self) -> None:
-        """Take the manager off the device, in the thread that asks. Nothing happens while the lock
-        is held or a phase is open: the caller tries again."""
-        if self._lock.vote is not None:
-            return
-        with self._lock.if_free() as is_free:
-            if is_free and self._lock.is_outside():
-                request = self._take_up()
-                if request is not None:
-                    with self.suspending(request):
-                        self._carry_out(request)
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
@@ -197,22 +184,14 @@ class Suspension:
             if vote.agreed is None:
                 self._answer(f"the ranks have not agreed on it. Their last epoch is {self.epoch}")
 
-    def carry_out_agreed(self) -> None:
-        """Carry out the suspension on which all ranks have agreed, if there is one."""
-        vote = self._lock.vote
-        if vote is not None and vote.agreed is not None:
-            request, vote.agreed = vote.agreed, None
-            with self.suspending(request):
-                self._carry_out(request)
-
-    @contextmanager
-    def suspending(self, request: SuspensionRequest) -> Iterator[None]:
-        """The suspension is carried out inside. Success marks the manager suspended, with the new
-        epoch; an error refuses the suspension, and is not raised. Then the threads that ask are
-        answered."""
+    def _suspend(self, request: SuspensionRequest | None) -> None:
+        """Carry out a suspension. Success marks the manager suspended, with the new epoch; an error
+        refuses the suspension, and is not raised. Then the threads that ask are answered."""
+        if request is None:
+            return
         reason = "it was interrupted"
         try:
-            yield
+            self._carry_out(request)
             reason = ""
         except Exception as error:
             reason = str(error) or type(error).__name__
@@ -244,20 +223,20 @@ class Suspension:
     def enter(self, enters: Callable[[], bool]) -> None:
         """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
         returns that there is another suspension."""
-        last = -1 if self._phases.is_suspended else self.epoch
+        thread = threading.current_thread()
         with interrupts.deferred():
-            self._waiting.append(last)
+            self._waiting.append(thread)
             try:
                 self._wait()
                 while not enters():
                     self._wait()
             finally:
-                self._waiting.remove(last)
+                self._waiting.remove(thread)
 
     def _wait(self) -> None:
         """Wait until an outermost phase may begin. Ctrl-C ends it. Raises CoordinatorLost: the
         ranks of the group cannot be heard."""
-        self.carry_out_agreed()
+        self.carry_out()
         vote = self._lock.vote
         began = time.monotonic()
         for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -267,5 +246,5 @@ class Suspension:
             self._lock.check_process()
             if self._phases.is_suspended and vote is not None and vote.group.is_resumed(self.epoch):
                 self.end()
-            if not self.comes_first:
+            if not self._phases.is_suspended:
                 return
