@@ -19,6 +19,7 @@ import torch
 
 from placement.core.errors import EngineError, EngineLost
 from placement.core.interrupts import BoundedCalls
+from placement.core.journal import logger
 from placement.engines.tagged import TaggedEngine
 
 InFlight = Literal["wait", "abort"]
@@ -146,12 +147,11 @@ class Server:
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
-            if not isinstance(error, ConnectionRefusedError):
-                raise EngineError(problem) from error
-            self.has_ended = True
-            if request.startswith("GET "):
-                raise EngineError(problem) from error
-            raise EngineLost(problem) from error
+            is_refused = isinstance(error, ConnectionRefusedError)
+            self.has_ended |= is_refused
+            if is_refused and not request.startswith("GET "):
+                raise EngineLost(problem) from error
+            raise EngineError(problem) from error
         return connection
 
 
@@ -204,7 +204,8 @@ class ServedEngine(TaggedEngine):
             self._take_over(_ANSWER_SECONDS)
         super().assume(offloaded=offloaded)
 
-    def offloaded_now(self) -> frozenset[str]:
+    def reattach(self) -> None:
+        """See `TaggedEngine.reattach`."""
         started = self._start(_ANSWER_SECONDS)
         is_another = None not in (started, self._started) and started != self._started
         if not is_another and not self._server.has_ended:
@@ -212,7 +213,12 @@ class ServedEngine(TaggedEngine):
                 f"{self!r} was not restarted, or does not say so: what it has on the device is "
                 "unknown. Restart it, or call assume(offloaded=[...])"
             )
-        return frozenset()
+        self.assume(offloaded=self._tags_asleep())
+        logger.info("%r was restarted; on the device: %s", self, [*self.residency.resident_tags])
+
+    def _tags_asleep(self) -> Collection[str]:
+        """The tags that a server has offloaded after its restart."""
+        return ()
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> object:
         if self._send is None:

@@ -610,12 +610,6 @@ class TaggedEngine(Engine):
             EngineError: it does not answer, it was not restarted, or it cannot be asked. Nothing
                 has changed.
         """
-        self.assume(offloaded=self.offloaded_now())
-        logger.info("%r was restarted; on the device: %s", self, [*self.residency.resident_tags])
-
-    def offloaded_now(self) -> frozenset[str]:
-        """Ask an engine that was restarted which of its tags are offloaded. Raises EngineError: see
-        `reattach`."""
         raise EngineError(
             f"{self!r} cannot be asked what it has on the device: register it anew, or call "
             "assume(offloaded=[...])"

@@ -226,10 +226,8 @@ class VllmServer(ServedEngine, _Vllm):
         match = _STARTED.search(answer.body.decode(errors="replace"))
         return None if match is None else float(match[1])
 
-    def offloaded_now(self) -> frozenset[str]:
-        """All tags where it sleeps: vLLM sleeps as a whole."""
-        super().offloaded_now()
-        return frozenset(self.residency.tags if self._is_sleeping() else ())
+    def _tags_asleep(self) -> Collection[str]:
+        return self.residency.tags if self._is_sleeping() else ()  # vLLM sleeps as a whole
 
     def _sleep(self) -> None:
         query = {"level": str(self._level), "mode": self._in_flight}

@@ -46,10 +46,6 @@ _GONE = (
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
     "unregister() first"
 )
-_RESTARTED = (
-    "engine {!r} was restarted, and its memory was counted as that of others. It is where the open "
-    "phase wants it now: begin the phase again"
-)
 
 
 class PhaseStack:
@@ -193,7 +189,8 @@ class PhaseStack:
                 self._journal.enter_phase(phases.name, phases.only)
                 if isinstance(error, DeviceMemoryError):
                     for name in self.reconciler.take_back_restarted_engines(asks_all=True):
-                        error.add_note(f"placement: {_RESTARTED.format(name)}")
+                        again = "and is where it belongs now: begin the phase again"
+                        error.add_note(f"placement: engine {name!r} was restarted, {again}")
                 # Not where the group's decision is unknown: other ranks may have entered the
                 # phase. Going back could be as wrong as going on.
                 if not isinstance(error, CoordinatorLost):
