@@ -287,17 +287,18 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
     token = _token(arguments.token_file)
+    is_suspend = arguments.command == "suspend"
     request: dict[str, Any] = {}
     seconds = _SPARE_SECONDS
-    if arguments.command == "suspend":
+    if is_suspend:
         request["deadline_seconds"] = arguments.deadline
         request["resume_after_seconds"] = arguments.resume_after
         request["drop"] = arguments.drop
         seconds += arguments.deadline
+    post = json.dumps(request).encode()
 
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
-        post = json.dumps(request).encode()
         try:
             check_worker(worker, timeout_seconds=seconds)  # before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
@@ -306,8 +307,8 @@ def run_control(arguments: argparse.Namespace) -> int:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"
-        is_done = status.suspended is (arguments.command == "suspend")
-        return is_done, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
+        text = f"{worker.name}: {word}, epoch {status.epoch}, {held}"
+        return status.suspended is is_suspend, text
 
     places = _places(arguments)
     workers = find_targets(places)
@@ -324,10 +325,11 @@ def _token(path: Path | None) -> str:
         token = control_token_of_environment() if path is None else path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise PlacementError(f"cannot read the token in {path}: {error}") from error
-    if not token:
-        raise PlacementError("no token: give --token-file, or set PLACEMENT_CONTROL_TOKEN")
-    if not TOKEN.fullmatch(token):  # an error about the header would show it
-        raise PlacementError("the token must be visible ASCII characters, no blanks")
+    if token is None or not TOKEN.fullmatch(token):  # an error about the header would show it
+        raise PlacementError(
+            "no token of visible ASCII characters without blanks: give --token-file, or set "
+            "PLACEMENT_CONTROL_TOKEN"
+        )
     return token
 
 

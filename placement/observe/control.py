@@ -63,11 +63,7 @@ class Control:
             else:
                 status = self._resume(request.epoch)
         except ValidationError as error:
-            problems = []
-            for problem in error.errors():
-                field = ".".join(map(str, problem["loc"]))
-                problems.append(f"{field}: {problem['msg']}")
-            return _refused(HTTPStatus.BAD_REQUEST, "; ".join(problems))
+            return _refused(HTTPStatus.BAD_REQUEST, str(error))
         except PlacementError as error:
             return _refused(HTTPStatus.CONFLICT, str(error))
         return HTTPStatus.OK, status.model_dump_json().encode()

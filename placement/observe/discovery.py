@@ -198,12 +198,10 @@ def ask(
             body: bytes = answer.read()
             return body
     except urllib.error.HTTPError as error:
+        text = "is this the address of a placement worker?"
         if post is not None:
             text = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
-            raise PlacementError(f"{url} answers {error.code}: {text}") from error
-        raise PlacementError(
-            f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?"
-        ) from error
+        raise PlacementError(f"{url} answers {error.code} {error.reason}: {text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has
         raise PlacementError(
@@ -215,17 +213,16 @@ def check_worker(target: Target, *, timeout_seconds: float) -> None:
     """Raise PlacementError if another process answers than the one that a discovery file names: the
     file of a killed worker stays, and its port may be taken again."""
     answer = ask(f"{target.url}/workers", timeout_seconds=timeout_seconds)
-    labels = dict(target.labels)
+    expected = dict(target.labels)
     try:
         (view,) = json.loads(answer)
-        for label, value in target.labels.items():
-            labels[label] = view["labels"].get(label, value)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        labels = {**expected, **view["labels"]}
+    except (ValueError, TypeError, KeyError) as error:
         raise PlacementError(f"{target.url} is no placement worker: {error!r}") from error
-    if labels != target.labels:
+    if labels != {**labels, **expected}:
         raise PlacementError(
-            f"{target.url} is another worker now: {labels}, not {dict(target.labels)}. Remove the "
-            "file of the worker that has ended from the discovery folder"
+            f"{target.url} is another worker now: {labels}, not {expected}. Remove the file of the "
+            "worker that has ended from the discovery folder"
         )
 
 

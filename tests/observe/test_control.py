@@ -357,7 +357,10 @@ def test_the_commands_need_a_token(
 ) -> None:
     monkeypatch.delenv("PLACEMENT_CONTROL_TOKEN", raising=False)
     assert main(["suspend", "http://127.0.0.1:9"]) == 1
-    assert "no token: give --token-file" in capsys.readouterr().err
+    assert (
+        "no token of visible ASCII characters without blanks: give --token-file"
+        in capsys.readouterr().err
+    )
     assert main(["resume", "http://127.0.0.1:9", "--token-file", str(tmp_path)]) == 1
     assert "cannot read the token" in capsys.readouterr().err
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
@@ -366,5 +369,5 @@ def test_the_commands_need_a_token(
     (tmp_path / "two").write_text("first-line\nsecond")
     assert main(["resume", "http://127.0.0.1:9", "--token-file", str(tmp_path / "two")]) == 1
     told = capsys.readouterr()
-    assert "the token must be visible ASCII" in told.err
+    assert "no token of visible ASCII characters" in told.err
     assert "first-line" not in told.out + told.err
