@@ -10,7 +10,6 @@ from typing import Any
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
-from placement.core.states import IDLE
 
 _GB = 10**9
 
@@ -30,7 +29,7 @@ class Figures:
         """The figures since the last call. `totals`: also those since the manager was made."""
         snapshot = self._take_snapshot()
         journal = self._journal
-        phase = snapshot.phases[-1] if snapshot.phases else IDLE
+        phase = journal.phase
         resident = sum(handle.resident_bytes for handle in snapshot.handles)
         journal.note_held(phase, resident)
         counted = self._counters(snapshot)

@@ -27,7 +27,7 @@ from placement.core.errors import (
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
-from placement.core.states import IDLE, Plan
+from placement.core.states import Plan
 from placement.observe.nvml import processes_on
 
 # torch's is one of the user's own computing
@@ -35,7 +35,6 @@ _KINDS = (
     *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
     torch.OutOfMemoryError,
 )
-_RECORDS = 500  # the end of the journal
 _NOTE = "placement: incident: "
 
 
@@ -62,13 +61,12 @@ class Incidents:
     def report(
         self,
         error: BaseException,
-        phase: str | None = None,
         plan: Plan | None = None,
         raised: BaseException | None = None,
     ) -> None:
         """Write the folder of an error, if it is an incident and has none yet, and name it in the
         error's last line.
-        `phase`: the one that was to begin or to end; None: the open one.
+        `plan`: that of the phase which was to begin or to end.
         `raised`: the error that the user sees instead of this one."""
         if self._directory is None:
             return
@@ -81,15 +79,13 @@ class Incidents:
                 notes.append(note)
                 return
         try:
-            folder = self._write(Path(self._directory), error, phase, plan)
+            folder = self._write(Path(self._directory), error, plan)
             if folder is not None:
                 raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # also of an exception that refuses notes
             logger.warning("an incident cannot be written, or not be named: %s", failure)
 
-    def _write(
-        self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
-    ) -> Path | None:
+    def _write(self, directory: Path, error: BaseException, plan: Plan | None) -> Path | None:
         snapshot = self._take_snapshot()
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
@@ -101,12 +97,11 @@ class Incidents:
         incident = {
             "time": when,
             "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
-            "phase": phase or (snapshot.phases or (IDLE,))[-1],
+            "phase": self._journal.phase,
             "plan": plan,
             "processes": processes_on(self._gpu),
         }
-        records, failures = [*self._journal], [*self._journal.failures]
-        journal = {"records": records[-_RECORDS:], "failures": failures[-_RECORDS:]}
+        journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
         trace = "".join(traceback.format_exception(error))
         writers: dict[str, Callable[[Path], object]] = {
             "incident.json": lambda file: file.write_bytes(to_json(incident)),

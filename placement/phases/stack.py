@@ -185,7 +185,7 @@ class PhaseStack:
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self.incidents.report(error, request.name, self.reconciler.plan_maker.latest)
+                self.incidents.report(error, self.reconciler.plan_maker.latest)
                 self._journal.enter_phase(phases.name, phases.only)
                 if isinstance(error, DeviceMemoryError):
                     for name in self.reconciler.take_back_restarted_engines(asks_all=True):
@@ -211,7 +211,7 @@ class PhaseStack:
         with self.lock.transition():
             phases = self.phases
             if error is not None:
-                self.incidents.report(error, phase.name, phase.plan)
+                self.incidents.report(error, phase.plan)
                 if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                     phase.is_abandoned = True  # it ends with the last of these
                     return
