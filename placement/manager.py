@@ -524,13 +524,11 @@ class Manager:
         return self._stack.take_snapshot()
 
     def metrics(self, *, totals: bool = False) -> dict[str, float]:
-        """Figures for a trainer's own log, of the time since the last call. Takes no lock.
+        """Figures for a trainer's own log, of the time since the last call: gigabytes (10**9
+        bytes), seconds, and counts. Takes no lock.
 
-        Always there, with the prefix `placement/`: `stall_seconds` (waited for moves),
-        `to_device_gb`, `to_host_gb`, `skipped_gb` (proved clean), `host_gb` (host copies now). For
-        each phase that has run: `stall_seconds/<phase>`, `peak_device_gb/<phase>`. From their first
-        use on: `prefetch_used_gb`, `prefetch_discarded_gb`, `disk_gb`, `failures`,
-        `pairing_violations`, `wrong_writes`. One gigabyte is 10**9 bytes.
+        The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
+        a table of them.
 
         The peak is the most that the handles held together: pages of weights, optimizer state, and
         memory of engines. It is measured at the beginning and the end of a phase and in each step

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,32 +32,24 @@ from placement.core.states import Plan
 from placement.observe.nvml import processes_on
 
 # torch's is one of the user's own computing
-_KINDS = (
-    *(BrokenHandleError, DeviceMemoryError, HostMemoryError, IntegrityError),
-    torch.OutOfMemoryError,
-)
+_OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
 _NOTE = "placement: incident: "
 
 
+@dataclass(eq=False)
 class Incidents:
     """Writes the folders of one manager. Nothing that goes wrong here hides the user's error.
 
     Called with the manager's lock held, on the thread that has the error.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        take_snapshot: Callable[[], Snapshot],
-        take_audit: Callable[[Plan], Audit],
-        journal: Journal,
-        gpu: str,
-    ) -> None:
-        self._directory, self._num_kept = settings.incidents, settings.incidents_kept
-        self._take_snapshot, self._take_audit = take_snapshot, take_audit
-        self._journal, self._gpu = journal, gpu
-        self._folders: deque[Path] = deque()
-        self._broken: set[str] = set()  # names of the handles that were broken at the last error
+    _settings: Settings
+    _take_snapshot: Callable[[], Snapshot]
+    _take_audit: Callable[[Plan], Audit]
+    _journal: Journal
+    _gpu: str  # its UUID
+    _folders: deque[Path] = field(default_factory=deque)
+    _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
     def report(
         self,
@@ -68,7 +61,8 @@ class Incidents:
         error's last line.
         `plan`: that of the phase which was to begin or to end.
         `raised`: the error that the user sees instead of this one."""
-        if self._directory is None:
+        directory = self._settings.incidents
+        if directory is None:
             return
         if raised is None:
             raised = error
@@ -79,7 +73,7 @@ class Incidents:
                 notes.append(note)
                 return
         try:
-            folder = self._write(Path(self._directory), error, plan)
+            folder = self._write(Path(directory), error, plan)
             if folder is not None:
                 raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # also of an exception that refuses notes
@@ -89,7 +83,10 @@ class Incidents:
         snapshot = self._take_snapshot()
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
-        if not isinstance(error, _KINDS) and self._broken <= before:
+        if (
+            not isinstance(error, (*_OUT_OF_MEMORY, BrokenHandleError, IntegrityError))
+            and self._broken <= before
+        ):
             return None
         targets = {handle.name: handle.state for handle in snapshot.handles}
         plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
@@ -114,7 +111,7 @@ class Incidents:
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
-        if len(self._folders) > self._num_kept:
+        if len(self._folders) > self._settings.incidents_kept:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
         for name, write in writers.items():
             try:

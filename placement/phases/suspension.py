@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
@@ -30,6 +31,7 @@ _PAUSE_SECONDS = (0.001, 0.05)
 _Requests = dict[Future[None], SuspensionRequest]  # by the answers for the threads that ask
 
 
+@dataclass(eq=False)
 class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
@@ -37,22 +39,17 @@ class Suspension:
     none, or raises.
     """
 
-    def __init__(
-        self,
-        lock: TransitionLock,
-        phases: OpenPhases,
-        handles: Mapping[str, Handle],
-        read: Callable[[], Snapshot],
-        carry_out: Callable[[SuspensionRequest], None],
-    ) -> None:
-        self._lock, self._phases, self._handles = lock, phases, handles
-        self._read, self._carry_out = read, carry_out
-        self._mutex = threading.Lock()
-        self.epoch = 0  # the number of the last suspension; 0: there was none
-        self._dropped: tuple[str, ...] = ()  # the engines that it has dropped
-        self._asked: _Requests = {}
-        self._taken_up: _Requests = {}  # those that cannot be taken back any more
-        self._waiting: list[threading.Thread] = []  # those whose phases wait
+    _lock: TransitionLock
+    _phases: OpenPhases
+    _handles: Mapping[str, Handle]
+    _read: Callable[[], Snapshot]
+    _carry_out: Callable[[SuspensionRequest], None]
+    epoch: int = 0  # the number of the last suspension; 0: there was none
+    _dropped: tuple[str, ...] = ()  # the engines that it has dropped
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _asked: _Requests = field(default_factory=dict)
+    _taken_up: _Requests = field(default_factory=dict)  # those that cannot be taken back any more
+    _waiting: list[threading.Thread] = field(default_factory=list)  # those whose phases wait
 
     # --- asking
 
