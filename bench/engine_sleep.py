@@ -153,7 +153,8 @@ class _Llm:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"max_model_len": 1024, "max_num_seqs": 16, "enable_sleep_mode": True}
         options |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}
-        options |= {"tensor_parallel_size": ranks}
+        # without vLLM's own all-reduce, which needs CUDA IPC of captured graphs
+        options |= {"tensor_parallel_size": ranks, "disable_custom_all_reduce": ranks > 1}
         # graphs without torch.compile, which takes minutes
         options["compilation_config"] = {
             "mode": 0,

@@ -43,7 +43,7 @@ from torch import Tensor
 from bench import _rig
 from bench._decoder import SHAPES
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig, used_host_bytes
 from bench._trainers import TRAINERS, Placed, Trainer
 
 _SEQUENCES = 4
@@ -86,13 +86,13 @@ class _Watch:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.first_host_bytes = self.least_host_bytes = available_host_bytes()
+        self.first_host_bytes = self.most_host_bytes = used_host_bytes()
         self.note("building the models")
 
     def note(self, part: str) -> None:
         self.part = part
         self.write(part)
-        self.least_host_bytes = min(self.least_host_bytes, available_host_bytes())
+        self.most_host_bytes = max(self.most_host_bytes, used_host_bytes())
 
     def write(self, text: str) -> None:
         self._file.write_text(text, encoding="utf-8")
@@ -171,7 +171,7 @@ def _measure(
     if peak.samples:
         add("peak, seen by the driver", free_bytes - free_at_first + peak.rise_bytes, "bytes")
     add("host peak, of the process", _most_host_bytes(), "bytes")
-    add("host peak, of the machine", watch.first_host_bytes - watch.least_host_bytes, "bytes")
+    add("host peak, of the machine", watch.most_host_bytes - watch.first_host_bytes, "bytes")
     for number, (loss, log_prob) in enumerate(computed):
         add(f"loss of step {number}", loss, "")
         add(f"log-probability of step {number}", log_prob, "")
