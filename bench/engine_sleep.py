@@ -369,12 +369,12 @@ class _Turns:
             seconds = statistics.median(turn[direction] for turn in turns)
             self._results.rate("written", name, direction, self._nbytes, seconds, rate)
 
-    def cycles(self) -> None:
+    def cycles(self, count: int) -> None:
         """Many cycles, in each of which one weight is written."""
         subject = self._subject
         subject.use(PLACEMENT)
         device, host = [], []
-        for cycle in range(self._rig.pick(3, 20, 200)):
+        for cycle in range(count):
             subject.write([cycle])
             subject.sleep(1)
             subject.wake()
@@ -401,6 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--system", choices=list(_SYSTEMS), default="allocator")
     own.add_argument("--ranks", type=int, default=1, help="tensor parallelism of vllm")
+    own.add_argument("--cycles", type=int, help="sleeps in a row at the end; default: 200")
     options = own.parse_known_args(arguments)[0]
     name = f"engine_sleep_{options.system}" + ("" if options.ranks == 1 else f"_{options.ranks}")
 
@@ -410,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             turns = _Turns(rig, results, options.system, options.ranks)
             turns.first()
             turns.later(raw)
-            turns.cycles()
+            turns.cycles(options.cycles or rig.pick(3, 20, 200))
 
     _rig.run(name, __doc__, measure, arguments, [own])
 
