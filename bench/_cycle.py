@@ -15,7 +15,7 @@ from bench._models import Consumer, change, digest, nbytes_of
 from bench._movers import END_THEIR_PROCESS, Mover
 from bench._process import measure_apart
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig, used_host_bytes
 from bench.link import Link
 
 REST_MILLISECONDS = 300
@@ -109,7 +109,7 @@ class RoundTrips:
             check_changed: whether to compare the bytes of one more round trip, after a write.
         """
         mover, rig = self.mover, self.rig
-        host_before, free_before = available_host_bytes(), rig.free_bytes()
+        host_before, free_before = used_host_bytes(), rig.free_bytes()
         try:
             mover.build()
             self._consumer.read(mover.last_tensor)
@@ -133,7 +133,7 @@ class RoundTrips:
                 "load right after an offload, until the first kernel ran", self._load().done, "s"
             )
             self._row("bytes left on the device", residual, "bytes")
-            self._row("host memory taken", max(0, host_before - available_host_bytes()), "bytes")
+            self._row("host memory taken", max(0, used_host_bytes() - host_before), "bytes")
             self._row(
                 "addresses stay",
                 addresses == [tensor.data_ptr() for tensor in mover.tensors],

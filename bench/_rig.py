@@ -107,13 +107,17 @@ class Rig:
         return time.perf_counter() - began
 
 
-def available_host_bytes() -> int:
-    """Host bytes that the machine could still give."""
+def used_host_bytes() -> int:
+    """Host bytes that the machine could not give to another process.
+
+    The total is not constant: a virtual machine may get its memory as it is used.
+    """
     meminfo = dict(
         line.split(":", 1)
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     )
-    return int(meminfo["MemAvailable"].split()[0]) << 10
+    total, available = (int(meminfo[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+    return (total - available) << 10
 
 
 def parse(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench._rig import available_host_bytes
+from bench._rig import used_host_bytes
 from placement.integrations.verl.plugin import after_import
 
 EVENTS = "VERL_BENCH_EVENTS"
@@ -66,7 +66,7 @@ def _watched(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 "step": trainer.global_steps,
                 "began": began,
                 "ended": time.monotonic(),
-                "available_host_bytes": available_host_bytes(),
+                "used_host_bytes": used_host_bytes(),
             }
             event["states"] = _states() if phase == "weight_sync" else []
             with open(os.environ[EVENTS], "a", encoding="utf-8") as file:

@@ -25,7 +25,7 @@ from torch import nn
 import placement
 from bench import _peers, _rig
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig, used_host_bytes
 from placement.engines import TaggedEngine
 from placement.engines.sglang import SglangInProcess
 from placement.engines.vllm import VllmInProcess
@@ -173,7 +173,7 @@ _SYSTEMS: dict[str, Callable[[Rig, int], TaggedEngine]] = {
 def _kernel() -> dict[str, int]:
     return {
         "process": family_bytes(),
-        "machine": -available_host_bytes(),
+        "machine": used_host_bytes(),
     }
 
 

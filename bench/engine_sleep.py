@@ -153,7 +153,8 @@ class _Llm:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"max_model_len": 1024, "max_num_seqs": 16, "enable_sleep_mode": True}
         options |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}
-        options |= {"tensor_parallel_size": ranks}
+        # without vLLM's own all-reduce, which needs CUDA IPC of captured graphs
+        options |= {"tensor_parallel_size": ranks, "disable_custom_all_reduce": ranks > 1}
         # graphs without torch.compile, which takes minutes
         options["compilation_config"] = {
             "mode": 0,
@@ -368,12 +369,12 @@ class _Turns:
             seconds = statistics.median(turn[direction] for turn in turns)
             self._results.rate("written", name, direction, self._nbytes, seconds, rate)
 
-    def cycles(self) -> None:
+    def cycles(self, count: int) -> None:
         """Many cycles, in each of which one weight is written."""
         subject = self._subject
         subject.use(PLACEMENT)
         device, host = [], []
-        for cycle in range(self._rig.pick(3, 20, 200)):
+        for cycle in range(count):
             subject.write([cycle])
             subject.sleep(1)
             subject.wake()
@@ -400,6 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--system", choices=list(_SYSTEMS), default="allocator")
     own.add_argument("--ranks", type=int, default=1, help="tensor parallelism of vllm")
+    own.add_argument("--cycles", type=int, help="sleeps in a row at the end; default: 200")
     options = own.parse_known_args(arguments)[0]
     name = f"engine_sleep_{options.system}" + ("" if options.ranks == 1 else f"_{options.ranks}")
 
@@ -409,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             turns = _Turns(rig, results, options.system, options.ranks)
             turns.first()
             turns.later(raw)
-            turns.cycles()
+            turns.cycles(options.cycles or rig.pick(3, 20, 200))
 
     _rig.run(name, __doc__, measure, arguments, [own])
 

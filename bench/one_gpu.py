@@ -43,7 +43,7 @@ from torch import Tensor
 from bench import _rig
 from bench._decoder import SHAPES
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig, used_host_bytes
 from bench._trainers import TRAINERS, Placed, Trainer
 
 _SEQUENCES = 4
@@ -60,6 +60,7 @@ class Job:
         limit: gigabytes (1e9 bytes) of the device that it may use; None: all.
         tokens: one measurement for each, one after the other.
         steps: measured steps; one more comes before them.
+        is_beside: other programs run on the machine, so that its host memory tells nothing.
     """
 
     size: str
@@ -67,6 +68,7 @@ class Job:
     limit: float | None
     tokens: tuple[int, ...]
     steps: int
+    is_beside: bool = False
 
     def scenario(self, tokens: int) -> str:
         room = "the whole GPU" if self.limit is None else f"{self.limit:g} GB"
@@ -86,13 +88,13 @@ class _Watch:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.first_host_bytes = self.least_host_bytes = available_host_bytes()
+        self.first_host_bytes = self.most_host_bytes = used_host_bytes()
         self.note("building the models")
 
     def note(self, part: str) -> None:
         self.part = part
         self.write(part)
-        self.least_host_bytes = min(self.least_host_bytes, available_host_bytes())
+        self.most_host_bytes = max(self.most_host_bytes, used_host_bytes())
 
     def write(self, text: str) -> None:
         self._file.write_text(text, encoding="utf-8")
@@ -171,7 +173,9 @@ def _measure(
     if peak.samples:
         add("peak, seen by the driver", free_bytes - free_at_first + peak.rise_bytes, "bytes")
     add("host peak, of the process", _most_host_bytes(), "bytes")
-    add("host peak, of the machine", watch.first_host_bytes - watch.least_host_bytes, "bytes")
+    if not job.is_beside:
+        risen = watch.most_host_bytes - watch.first_host_bytes
+        add("host peak, of the machine", risen, "bytes")
     for number, (loss, log_prob) in enumerate(computed):
         add(f"loss of step {number}", loss, "")
         add(f"log-probability of step {number}", log_prob, "")
@@ -290,7 +294,7 @@ def measure(rig: Rig, results: Results, options: argparse.Namespace) -> None:
             if TRAINERS[name].needs_gpu and not rig.is_cuda and not rig.only:
                 continue
             for limit in options.limits if rig.is_cuda else [None]:
-                job = Job(size, name, limit, tuple(tokens), options.steps)
+                job = Job(size, name, limit, tuple(tokens), options.steps, is_beside=options.beside)
                 _forget(results, job)
                 print(f"== {size}, {name}, limit {limit}", flush=True)
                 began = time.perf_counter()
@@ -320,6 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own.add_argument("--tokens", nargs="+", type=int, help="in a step; default: 4096 65536")
     own.add_argument("--steps", type=int, default=3, help="one more comes before these")
     own.add_argument("--seconds", type=float, default=150.0, help="limit for each process")
+    own.add_argument(
+        "--beside",
+        action="store_true",
+        help="other programs run on this machine: its host memory is not measured",
+    )
     own.add_argument(
         "--keep",
         action="store_true",

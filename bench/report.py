@@ -2,7 +2,7 @@
 files: `python -m bench.report`.
 
 Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib
-(the extra `bench`) draws the chart.
+(the extra `bench`) draws the charts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import _one_gpu_chart
 from bench._results import FOLDER, read
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -520,6 +521,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     put_into(options.readme, "one_gpu", whole_job(results))
     put_into(options.readme, "performance", headline(results))
     draw(results, options.chart)
+    if "one_gpu" in results:
+        _one_gpu_chart.draw(results["one_gpu"], options.chart.with_name("one_gpu.png"))
 
 
 if __name__ == "__main__":

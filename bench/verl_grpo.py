@@ -35,7 +35,7 @@ import torch
 from bench import _rig, _timeline, _verl_job
 from bench._qwen import SHAPES, write_model
 from bench._results import Results
-from bench._rig import Rig, available_host_bytes
+from bench._rig import Rig, used_host_bytes
 from bench._timeline import Timeline
 from bench._verl_job import Job
 from bench._verl_process import SHARED_MEMORY
@@ -232,7 +232,7 @@ class _Benchmark:
             recording = _timeline.recorded(
                 uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", folder.with_suffix(".samples")
             )
-        first_host_bytes = available_host_bytes()
+        first_host_bytes = used_host_bytes()
         with recording as timeline, self._record_kept(folder):
             job = _verl_job.run(
                 folder,
@@ -246,9 +246,9 @@ class _Benchmark:
         self._write_seconds(scenario, system)
         if turn:
             return job
-        least = min(event["available_host_bytes"] for event in job.events)
+        most = max(event["used_host_bytes"] for event in job.events)
         self._results.add(
-            scenario, system, "host peak, of the machine", (first_host_bytes - least) / 1e9, "GB"
+            scenario, system, "host peak, of the machine", (most - first_host_bytes) / 1e9, "GB"
         )
         if timeline is not None:
             self._write_peaks(scenario, system, job, timeline)

@@ -42,20 +42,16 @@ _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096".
-    Raises ValueError: the text is none of these, or not a whole number of bytes."""
+    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.9 TiB" (rounded down), "512MiB"
+    or "4096".
+    Raises ValueError: the text is none of these."""
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise ValueError(
             f"{text!r} is not a number of bytes; write 12GiB, 12GB, 512MiB or 12884901888"
         )
     exponent = " KMGT".index(match[2].upper() or " ")
-    size = Decimal(match[1]) * (1024 if match[3] else 1000) ** exponent
-    if size != int(size):
-        raise ValueError(
-            f"{text!r} is {size} bytes, which is not a whole number; write whole bytes"
-        )
-    return int(size)
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** exponent)
 
 
 def bytes_of(name: str, value: SupportsIndex | str) -> int:

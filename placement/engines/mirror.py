@@ -102,14 +102,15 @@ class Mirror:
         return self.has(block) and self.host(block).data_ptr() == host.data_ptr()
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
-        """Start copying the pieces of these blocks that differ from the host copy. Returns the
-        number of bytes.
+        """Wait until the device is idle, and start copying the pieces of these blocks that differ
+        from the host copy. Returns the number of bytes.
 
         Raises:
             HostMemoryError: see `reserve`.
             RuntimeError: the device failed. The next save copies again.
         """
         self.reserve(blocks)
+        self._device.sync()
         self._saving = []
         copies = []
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
@@ -127,8 +128,8 @@ class Mirror:
         return sum(copy.nbytes for copy in copies)
 
     def end_save(self) -> None:
-        """Wait until every byte has arrived, and everything that the device had to do is done."""
-        self._device.sync()
+        """Wait until every byte has arrived."""
+        self._device.wait(self._device.mark("to_host"))
         for place, prints in self._saving:
             place.prints = prints
         self._saving, self.spoilt = [], {}

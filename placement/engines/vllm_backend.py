@@ -74,7 +74,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
 
         Raises:
             HostMemoryError: there is not enough host memory. Nothing is asleep.
-            RuntimeError: the device failed. If it failed to copy, nothing is asleep.
+            RuntimeError: the device failed. Nothing is asleep if it refused to copy.
         """
         began = time.monotonic()
         kept = self._kept_tags(level)
@@ -86,12 +86,14 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
         if self.copied_bytes:
             gc.collect()  # as in vLLM's own sleep, but while the link works
+        living = _allocator().pointer_to_data
+        for data in awake:  # likewise: 40 GiB take 20 ms (H200)
+            if data.tag not in kept and living.get(data.handle[2]) is data:
+                _unmap(data)
         self._mirror.end_save()
         self._state = "SUSPENDED"
         for data in leaving:
             data.cpu_backup_tensor = self._mirror.host(_block(data))
-        living = _allocator().pointer_to_data
-        for data in awake:
             if living.get(data.handle[2]) is data:  # else it was garbage, and is unmapped already
                 _unmap(data)
         torch.cuda.empty_cache()

@@ -81,7 +81,7 @@ def test_a_wrong_number_of_updates_is_told(
 def test_the_page_shows_the_loop_of_the_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "real_model.md").read_text()
     program = Path(grpo_by_hand.__file__).read_text()
-    assert program[program.index("def train(") : program.index("def main(")].rstrip() in page
+    assert program[program.index("def train(") : program.index("def sample(")].rstrip() in page
 
 
 def test_the_model_of_the_examples_is_in_a_package(
