@@ -450,14 +450,10 @@ class Group:
             return
         poorest = min(range(self.world_size), key=lambda rank: proposals[rank].budget_bytes)
         last = max(proposal.last_suspension for proposal in proposals)
-        newest_epoch = last  # a rank that was restarted may ask for an older one
-        newest: SuspensionRequest | None = None
-        for proposal in proposals:
-            request = proposal.suspension
-            epoch = 0 if request is None else request.epoch or last + 1
-            if request is not None and epoch > newest_epoch:
-                newest_epoch = epoch
-                newest = request.model_copy(update={"epoch": epoch})
+        requests = [proposal.suspension for proposal in proposals if proposal.suspension]
+        newest = SuspensionRequest.newest(requests)
+        if newest is not None and (newest.epoch or math.inf) <= last:
+            newest = None  # a rank that was restarted asks for an old one
         basis = Basis(
             budget_bytes=proposals[poorest].budget_bytes,
             budget_rank=poorest,

@@ -37,9 +37,7 @@ class Figures:
         peaks = journal.recent_peak_bytes
         journal.recent_peak_bytes = {phase: resident}
 
-        figures: dict[str, float] = {}
-        for name, value in counted.items():
-            figures[name] = value - before.get(name, 0)
+        figures = {name: value - before.get(name, 0) for name, value in counted.items()}
         figures["host_gb"] = sum(handle.host_bytes for handle in snapshot.handles)
         disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
         if disk_bytes:

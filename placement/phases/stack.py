@@ -274,7 +274,7 @@ class PhaseStack:
 
     def _suspend(self, request: SuspensionRequest) -> None:
         """Take every handle off the device, on all ranks or on none. Raises what failed."""
-        self._leave_the_device(f"suspend {request.epoch}")
+        self._leave_the_device("suspend")
         if request.drop:
             # Not before every rank has left: an engine comes back, and may be on their devices too.
             self._leave_the_device(f"drop {', '.join(request.drop)}", request.drop)

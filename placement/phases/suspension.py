@@ -162,10 +162,7 @@ class Suspension:
             if self._waiting:
                 return None
             self._taken_up, self._asked = self._asked, {}
-            requests = self._taken_up.values()
-            return max(
-                requests, key=lambda asked: (asked.epoch or 0, len(asked.drop)), default=None
-            )
+            return SuspensionRequest.newest(self._taken_up.values())
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
