@@ -181,7 +181,11 @@ class SuspensionRequest(Frozen):
     @staticmethod
     def newest(requests: Iterable[SuspensionRequest]) -> SuspensionRequest | None:
         """The request with the greatest epoch; among equals one that drops more."""
-        return max(requests, key=lambda asked: (asked.epoch or 0, len(asked.drop)), default=None)
+
+        def age(request: SuspensionRequest) -> tuple[int, int]:
+            return request.epoch or 0, len(request.drop)
+
+        return max(requests, key=age, default=None)
 
 
 class SuspensionStatus(Frozen):

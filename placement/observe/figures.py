@@ -37,7 +37,9 @@ class Figures:
         peaks = journal.recent_peak_bytes
         journal.recent_peak_bytes = {phase: resident}
 
-        figures = {name: value - before.get(name, 0) for name, value in counted.items()}
+        figures: dict[str, float] = {}
+        for name, value in counted.items():
+            figures[name] = value - before.get(name, 0)
         figures["host_gb"] = sum(handle.host_bytes for handle in snapshot.handles)
         disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
         if disk_bytes:

@@ -412,7 +412,10 @@ def checked(name: str) -> str:
     return name
 
 
-def names_of(only: Iterable[str | Handle] | None, option: str = "only") -> tuple[str, ...] | None:
+def names_of(
+    only: Iterable[str | Handle] | None,
+    option: str = "only",
+) -> tuple[str, ...] | None:
     """An option such as `only=` as a tuple of names. Raises TypeError: it is one string, whose
     letters would be taken for names, or has anything else."""
     if isinstance(only, str):

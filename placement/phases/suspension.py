@@ -132,7 +132,8 @@ class Suspension:
 
     def _is_last(self, request: SuspensionRequest) -> bool:
         """Whether the last suspension is what is asked for."""
-        return request.epoch in (None, self.epoch) and {*request.drop} <= {*self._dropped}
+        not_dropped = {*request.drop} - {*self._dropped}
+        return request.epoch in (None, self.epoch) and not not_dropped
 
     def _other_epoch(self, request: SuspensionRequest) -> str:
         is_on = "suspended now" if self._phases.is_suspended else "over"
