@@ -33,6 +33,7 @@ from placement.observe.nvml import processes_on
 
 # torch's is one of the user's own computing
 _OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
+_KINDS = (*_OUT_OF_MEMORY, BrokenHandleError, IntegrityError)
 _NOTE = "placement: incident: "
 
 
@@ -83,10 +84,7 @@ class Incidents:
         snapshot = self._take_snapshot()
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
-        if (
-            not isinstance(error, (*_OUT_OF_MEMORY, BrokenHandleError, IntegrityError))
-            and self._broken <= before
-        ):
+        if not isinstance(error, _KINDS) and self._broken <= before:
             return None
         targets = {handle.name: handle.state for handle in snapshot.handles}
         plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
