@@ -180,12 +180,8 @@ class SuspensionRequest(Frozen):
 
     @staticmethod
     def newest(requests: Iterable[SuspensionRequest]) -> SuspensionRequest | None:
-        """The request with the greatest epoch; among equals one that drops more."""
-
-        def age(request: SuspensionRequest) -> tuple[int, int]:
-            return request.epoch or 0, len(request.drop)
-
-        return max(requests, key=age, default=None)
+        """The request with the greatest epoch."""
+        return max(requests, key=lambda request: request.epoch or 0, default=None)
 
 
 class SuspensionStatus(Frozen):

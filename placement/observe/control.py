@@ -6,6 +6,7 @@ import hmac
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -23,28 +24,25 @@ TOKEN = re.compile(r"[!-~]+")
 Answer = tuple[HTTPStatus, bytes]
 
 
+@dataclass(frozen=True, repr=False)
 class Control:
     """Suspends and resumes one manager for clients that have the token.
     `suspend`, `resume`: see `Suspension`.
     Raises ValueError: the token is empty, or has other characters than visible ASCII."""
 
-    def __init__(
-        self,
-        token: str,
-        suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus],
-        resume: Callable[[int | None], SuspensionStatus],
-    ) -> None:
-        if not TOKEN.fullmatch(token):
+    token: str
+    suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus]
+    resume: Callable[[int | None], SuspensionStatus]
+
+    def __post_init__(self) -> None:
+        if not TOKEN.fullmatch(self.token):
             raise ValueError("control: the token must be visible ASCII characters, no blanks")
-        self._token = token.encode()
-        self._suspend = suspend
-        self._resume = resume
 
     def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
         """Carry out a client's request. Returns the status and the body of the answer, as JSON.
         `has_gone`: whether the client has closed its connection."""
         scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        is_right = hmac.compare_digest(token.encode("latin-1"), self._token)
+        is_right = hmac.compare_digest(token.encode("latin-1"), self.token.encode())
         if not is_right or scheme.lower() != "bearer":
             return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
         length = environ.get("CONTENT_LENGTH") or "0"
@@ -59,9 +57,9 @@ class Control:
         try:
             request = SuspensionRequest.model_validate_json(body or b"{}")
             if environ["PATH_INFO"] == "/suspend":
-                status = self._suspend(request, has_gone)
+                status = self.suspend(request, has_gone)
             else:
-                status = self._resume(request.epoch)
+                status = self.resume(request.epoch)
         except ValidationError as error:
             return _refused(HTTPStatus.BAD_REQUEST, str(error))
         except PlacementError as error:

@@ -86,14 +86,13 @@ class Incidents:
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
         if not isinstance(error, _KINDS) and self._broken <= before:
             return None
-        targets = {handle.name: handle.state for handle in snapshot.handles}
-        plan = Plan(targets) if plan is None else Plan({**targets, **plan.targets})
+        states = Plan({handle.name: handle.state for handle in snapshot.handles})
         when = time.strftime("%Y%m%d-%H%M%S")
         incident = {
             "time": when,
             "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
             "phase": self._journal.phase,
-            "plan": plan,
+            "plan": plan or states,
             "processes": processes_on(self._gpu),
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
@@ -102,7 +101,7 @@ class Incidents:
             "incident.json": lambda file: file.write_bytes(to_json(incident)),
             "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
             "journal.json": lambda file: file.write_bytes(to_json(journal)),
-            "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(plan))),
+            "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(states))),
             "traceback.txt": lambda file: file.write_text(trace, errors="backslashreplace"),
             "torch_memory.pickle": _dump_torch_memory,
         }

@@ -150,19 +150,6 @@ def test_a_suspension_that_has_dropped_less_is_no_answer(start: Start) -> None:
     assert job.manager.suspend(drop=["rollout"]).epoch == job.manager.suspend().epoch == 2
 
 
-def test_of_two_that_ask_at_once_the_one_who_drops_gets_it(start: Start) -> None:
-    job = start(Vllm033, weights="keep")
-    job.step()
-    suspension = job.manager._stack.suspension
-    with ThreadPoolExecutor(2) as pool:
-        with job.manager.phase("log_prob"):
-            futures = [pool.submit(job.manager.suspend, 30.0)]
-            futures.append(pool.submit(job.manager.suspend, 30.0, drop=["rollout"]))
-            until(lambda: len(suspension._asked) == 2)
-        assert {future.result(30).epoch for future in futures} == {1}
-    assert job.handle.host_bytes == 0
-
-
 def test_a_dropped_engine_waits_for_its_turn(shared: Path, tmp_path: Path) -> None:
     """It comes back to the device for a moment, which is another process's."""
     server = Vllm033(shared)
