@@ -66,8 +66,8 @@ class Incidents:
         plan: Plan | None = None,
         raised: BaseException | None = None,
     ) -> None:
-        """Write the folder of an error, if it is an incident and has none yet, and name it in the
-        error's last line.
+        """Write a folder for an error, if the error is an incident and has no folder yet. The last
+        note of the error names the folder.
         `phase`: the one that was to begin or to end; None: the open one.
         `raised`: the error that the user sees instead of this one."""
         if self._directory is None:
@@ -77,7 +77,7 @@ class Incidents:
         notes = getattr(raised, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
-                notes.remove(note)
+                notes.remove(note)  # the error has a folder: make this the last note again
                 notes.append(note)
                 return
         try:

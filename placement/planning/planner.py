@@ -257,8 +257,8 @@ class Planner:
         self._state_bytes = born_bytes + unadopted_bytes
         return held_bytes
 
-    def note_end_of(self, phase: str) -> None:
-        """A phase ends now: remember how much memory others need in it."""
+    def note_memory_of_others_in(self, phase: str) -> None:
+        """Remember how much memory others need in a phase. Called as it ends, after `measure`."""
         self._others_bytes[phase] = max(
             self._reserved_by_others(), self._others_bytes.get(phase, 0)
         )
