@@ -536,9 +536,11 @@ def _install_on_reading(
 
 
 def install_on_new(handle: Handle) -> None:
-    """Guard modules that an engine has made after its registration. Its adapter knows them, and
-    their tensors move with it."""
+    """Guard modules that an engine has made since its last offload. Called as placement offloads
+    it: its adapter knows them, and their tensors move with it."""
     assert handle.adapter is not None
+    assert handle.holding is not None
+    announce = handle.holding.announce
     roots = dict[int, torch.nn.Module]()  # by identity
     for hook in handle.guards:
         if isinstance(hook, CallGuard):
@@ -551,11 +553,11 @@ def install_on_new(handle: Handle) -> None:
         return
     for hook in handle.guards:
         hook.remove()
-        if isinstance(hook, CallGuard) and handle.holding is not None:
-            handle.holding.announce.leaving.remove(hook.refuse)
-            handle.holding.announce.came.remove(hook.allow)
+        if isinstance(hook, CallGuard):
+            announce.leaving.remove(hook.refuse)
+            announce.came.remove(hook.allow)
     handle.guards.clear()
-    install(handle, roots.values())  # the old ones, too: their tensors are offloaded
+    install(handle, roots.values())  # the old modules, too: their guards are removed
 
 
 def _install_on_calls(

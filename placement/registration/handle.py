@@ -585,7 +585,7 @@ class Handle:
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
         parameters = {id(parameter): parameter for parameter in self.adapter.parameters()}
-        has_modules = False  # else the modules of the owners are gone, and the optimizer is used
+        has_modules = False  # stays so where the owners' modules are gone: none is detached then
         for owner in self.owners:
             modules = owner.modules_adapter
             if modules is not None:

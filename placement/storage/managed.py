@@ -406,6 +406,7 @@ class ManagedStorage(Storage):
         return fresh, any_lasts
 
     def _take_in_leaving(self, drops_gradients: bool) -> tuple[tuple[Range, ...], bool]:
+        """The part of `take_in_leaving` whose variables refer to storages."""
         scan = self.scanner.rescan(movable=True)
         self.scanner.note_places(scan)
         self.object_ranges.note_versions(self.scanner.versions)
@@ -467,7 +468,7 @@ class ManagedStorage(Storage):
             self.device.sync()
             self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, *fresh))
-            self.make_consistent(ChunkPool(self.device))
+            self.make_consistent(ChunkPool(self.device))  # has the new storages move in
             self.scanner.align_wrappers()
             self.count_uses()
 

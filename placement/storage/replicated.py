@@ -236,6 +236,9 @@ class ReplicatedStorage(ManagedStorage):
     def adopt_shared(
         self, adoptees: Sequence[Adoptee]
     ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
+        """See `ManagedStorage.adopt_shared`. The ranks share the frozen storages, all of a readonly
+        object. Raises RegistrationError: none is frozen, or `_shared_range` refuses them. The
+        caller tells the other ranks, which wait for this one."""
         frozen, own = list[Adoptee](), list[Adoptee]()
         for adoptee in adoptees:
             (frozen if self.readonly or _is_frozen(adoptee) else own).append(adoptee)
