@@ -90,6 +90,7 @@ class Incidents:
     def _write(
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
     ) -> Path | None:
+        """Write a folder, without the files that fail. None: the error is no incident."""
         snapshot = self._take_snapshot()
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}

@@ -415,6 +415,7 @@ class Mover:
         it where a part of an engine moved. `began_seconds` counts where the move measured no time
         of its own. Both are of the monotonic clock."""
         now = time.monotonic()
+        _, resident_bytes, _ = handle.storage.sizes()
         record = Record(
             at_seconds=now,
             timestamp_seconds=time.time(),
@@ -427,7 +428,7 @@ class Mover:
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
             seconds=moved.seconds or now - began_seconds,
-            resident_bytes=handle.storage.resident_bytes,
+            resident_bytes=resident_bytes,
             prefetched_bytes=moved.prefetched_bytes,
         )
         self._journal.record(handle.counters, record)

@@ -152,17 +152,17 @@ class GroupPlanMaker(PlanMaker):
         needed = self._planner.needed(
             request.name, innermost(request.around), request.kept, at_rest=True
         )
-        # the tag, by the handle's name and the text that the other ranks are told: state and tag
+        # the tag, by the handle's name and a text of state and tag, which the ranks compare
         staying: dict[tuple[str, str], str] = {}
         for name, state in plan.targets.items():
             tags = self._tags(name, plan)
             if chosen is None or name in chosen:
-                tags -= self._tags(name, needed)
+                tags -= self._tags(name, needed)  # those that are left merely stay
             for tag in tags:
                 staying[name, f"{state.value} {tag}"] = tag
-        stays, streamed = self.vote.in_common(staying, plan.streamed)
-        for name, lacked in staying.keys() - stays:
-            tags = self._tags(name, plan) - {staying[name, lacked]}
+        staying_everywhere, streamed = self.vote.in_common(staying, plan.streamed)
+        for name, text in staying.keys() - staying_everywhere:
+            tags = self._tags(name, plan) - {staying[name, text]}
             parts = {**plan.parts, name: tags}
             plan = replace(plan, parts=parts) if tags else plan.giving_up(name)
         used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}

@@ -220,6 +220,9 @@ class PhaseStack:
     # --- leaving
 
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
+        """Leave a phase, and bring every handle where the phases that stay open want it, as far as
+        possible. The phase is over in any case. `error`: the user's exception that ends the phase,
+        which gets the errors of leaving as notes; None: the first of these is raised."""
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
         with self.lock.transition():
@@ -322,6 +325,7 @@ class PhaseStack:
     # --- within a phase
 
     def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
+        """Offload a handle for the rest of the innermost phase: see `Phase.done_with`."""
         with self.lock.transition():
             handle, plan = self.find(handle_or_name), phase.plan
             self.phases.require_innermost(phase, f"be done with {handle.name!r}")
@@ -458,7 +462,7 @@ class PhaseStack:
                 if is_gone and not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
-            # last, so that after a failure the next phase transition does this again
+            # last, so that after a failure the next phase transition tries this handle again
             self._gone.popleft()
 
     def _look_for_changes(self, *, wait: bool) -> None:
@@ -544,6 +548,8 @@ class PhaseStack:
             self.reconciler.end_turn()
 
     def _leave_abandoned(self) -> None:
+        """Leave the abandoned phases that have no other phase open inside, and holds. Errors are
+        logged, because no caller left these phases."""
         phases = self.phases
         while (phase := phases.first_abandoned()) is not None:
             # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none

@@ -213,6 +213,8 @@ class StepGuard(Guard):
         return loss
 
     def _check(self, handle: Handle, optimizer: Any) -> None:
+        """Refuse a step unless the optimizer and all of its owners may change and are where a step
+        finds them. Called before the step, and after its closure."""
         are_owners_trained = all(owner.state is State.TRAINING for owner in handle.owners)
         for changed in (handle, *handle.owners):
             advice = _advise(changed, "call step() inside manager.phase('train')", "train")

@@ -155,6 +155,8 @@ class Registry:
         handle.storage = NotBuilt()
 
     def _unbind(self, handle: Handle) -> None:
+        """Undo `_bind`: hand the tensors back, and remove the guards. If handing back fails, the
+        handle keeps its guards, and the next phase transition tries again."""
         try:
             handle.storage.unadopt()
         except BaseException:

@@ -498,6 +498,7 @@ class Exchange:
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, room_bytes)
 
     def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
+        """Commit the offloads, whose bytes are all on the host or aside. Returns their results."""
         results = {}
         for departure in departures:
             holding = departure.holding
@@ -528,6 +529,8 @@ class Exchange:
     def _load(
         self, holdings: Sequence[ManagedStorage], early: Mapping[ManagedStorage, int]
     ) -> dict[ManagedStorage, MoveResult]:
+        """Bring all pages that still wait, and commit the loads that do not wait for the group.
+        Returns the results. `early`: the bytes that had come before."""
         while self._arrivals:
             self._arrivals.bring_more()
             interrupts.check()
