@@ -24,7 +24,7 @@ from placement.engines.tagged import Residency
 from placement.phases.transition import Transition
 from placement.planning.planner import target_of
 from placement.registration import guards
-from placement.registration.handle import PATHS, Handle, Node
+from placement.registration.handle import OFFLOADED, PATHS, RESIDENT, Handle, Node
 from placement.storage.managed import ManagedStorage
 from placement.storage.move import MoveResult
 from placement.storage.pages import ChunkPool
@@ -67,8 +67,8 @@ def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ..
 class Mover:
     """Moves the handles of one device. Called with the manager's lock held.
 
-    A phase transition calls `begin`, `move` and `commit`, or `begin` and `move_as_far_as_possible`;
-    after an error of the first three `go_back`; and `end` in any case.
+    An entry or a switch calls `begin`, `move`, `commit` and `end`; after an error of the first
+    three only `go_back`. An exit calls `begin`, `move_as_far_as_possible` and `end`.
     `strict`: stray references after an offload are errors. `verifier`: compares moved bytes; None:
     nothing is compared. `while_copying`: called in each move that is not all or nothing, once the
     link has work.
@@ -168,7 +168,7 @@ class Mover:
                 failures = self._move_each_if_not_all(sources)
             finally:
                 self.end()
-            failures += self.complete_loads(sources)
+            failures += self.complete_loads(sources)  # of handles that came back
         for failure in failures:
             cause.add_note(f"placement: {failure}")
 
@@ -412,8 +412,8 @@ class Mover:
         moved: MoveResult,
     ) -> None:
         """Write one record of a handle's move, whose state is the new one already. `source` equals
-        it where a part of an engine moved. `began_seconds` counts where the move measured no time
-        of its own. Both are of the monotonic clock."""
+        it where a part of an engine moved. `began_seconds`, of the monotonic clock, counts where
+        the move measured no time of its own."""
         now = time.monotonic()
         _, resident_bytes, _ = handle.storage.sizes()
         record = Record(
@@ -454,12 +454,7 @@ class Mover:
             if residency.doubt is None and bool(residency.resident_tags) is (
                 handle.state is State.CPU_OFFLOADED
             ):
-                self.take_engine_to(
-                    handle,
-                    (State.GPU_RESIDENT, True)
-                    if residency.resident_tags
-                    else (State.CPU_OFFLOADED, False),
-                )
+                self.take_engine_to(handle, RESIDENT if residency.resident_tags else OFFLOADED)
             return
         try:
             if holding is not None:

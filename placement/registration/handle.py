@@ -59,6 +59,8 @@ _MACHINE = Machine(
 Node = tuple[State, bool]
 """A state, and whether the bytes are on the device. SYNCING and TRAINING exist both ways, each
 other state only one way."""
+OFFLOADED: Node = (State.CPU_OFFLOADED, False)
+RESIDENT: Node = (State.GPU_RESIDENT, True)
 
 _FROM_HOST = (
     Trigger.LOAD,

@@ -334,7 +334,7 @@ class Registry:
                 )
             elif handle.owners:
                 copies.append(parameter)
-            elif not adapter.is_stand_in(parameter):  # which nothing steps: it needs no owner
+            elif not adapter.is_stand_in(parameter):  # nothing steps a stand-in: it needs none
                 advice = (
                     "Register the modules first, then the optimizers that step them. An optimizer "
                     "of copies of its own (float32 copies of the weights) is registered with "

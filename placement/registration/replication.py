@@ -80,7 +80,7 @@ class Replication:
         target: Any,
         replicated: bool | torch.distributed.ProcessGroup,
     ) -> Ranks | None:
-        """The ranks of this machine that share a handle; None for a group of one rank. Raises
+        """The ranks that share the host copy with this one; None for a group of one rank. Raises
         RegistrationError: the handle cannot be replicated."""
         if isinstance(target, Lazy):
             raise RegistrationError(

@@ -323,11 +323,11 @@ class StreamedOptimizer:
         if not places:
             return []
         r, index = places[0]
-        size = r.chunk_sizes[0]
-        step = max(1, self._bucket_bytes // (len(state) * size)) * size
-        first_end = r.layout.addresses.base + index * size + step - largest.data_ptr()
+        chunk_bytes = r.chunk_sizes[0]
+        slice_bytes = max(1, self._bucket_bytes // (len(state) * chunk_bytes)) * chunk_bytes
+        first_end = r.layout.addresses.base + r.starts[index] + slice_bytes - largest.data_ptr()
         bounds = {0, largest.numel()}
-        for end in range(first_end, largest.nbytes, step):
+        for end in range(first_end, largest.nbytes, slice_bytes):
             bounds.add(end // largest.element_size() // _ALIGNED * _ALIGNED)
         tensors = _tensors_in(optimizer.state[parameter])
         counters = [tensor for tensor in tensors if is_counter(tensor)]

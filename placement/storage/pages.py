@@ -374,7 +374,7 @@ class Pages:
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
         """Note the memory of a page and the addresses that it is behind: `NOWHERE` without memory.
-        Nothing else changes these two, or the bytes that are counted."""
+        Nothing else changes these, `own_bytes` or `aside_bytes`."""
         page = self.table[index]
         nbytes = self.sizes[index]
         if page.memory is not None and page.behind is Behind.ASIDE:

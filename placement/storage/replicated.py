@@ -103,8 +103,8 @@ class ReplicatedStorage(ManagedStorage):
     # --- loading
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying chunks to the device. Of a shared range these are this rank's parts, and
-        `complete` gets the rest. Returns the bytes."""
+        """Start copying chunks to the device. Of those of a shared range only this rank's parts are
+        copied: `complete` gets the rest. Returns the bytes."""
         if not isinstance(r, SharedRange):
             return super().bring(r, indices)
         if r.alone is None and not r.is_shared:

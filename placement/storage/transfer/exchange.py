@@ -95,7 +95,8 @@ class Comparison:
     def take(self) -> tuple[range, list[int]]:
         """Wait for the fingerprints of the next pages. Returns these pages, and those of them that
         differ from the host copy, or may differ, because it has no fingerprints."""
-        prints = self.ask()()
+        wait_for_prints = self.ask()  # unless they were asked for ahead
+        prints = wait_for_prints()
         first = self._num_compared
         last = first + len(prints)
         self._num_compared = last

@@ -346,8 +346,8 @@ class StateDictTensors:
 
     def came(self) -> None:
         """Show the device. Views may still write into the host copy, so the next offload copies
-        every page there. That of a readonly object stays as they leave it: the next load takes the
-        fingerprints anew."""
+        every page there. The host copy of a readonly object stays as the views leave it: the next
+        load takes the fingerprints anew."""
         self.point_to_device()
         for r, _ in self.left_on_host():
             if self._readonly:
