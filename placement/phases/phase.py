@@ -578,8 +578,8 @@ class PhaseContext(Phase):
         if self._is_finalizing():
             return
         if is_background():
-            # A generator was collected on a thread that phase transitions wait for. It would wait
-            # for itself here, so the next transition leaves the phase.
+            # A generator was collected on a thread that phase transitions wait for, which would
+            # wait for itself. The next transition leaves the phase.
             self.abandon()
             return
         if (

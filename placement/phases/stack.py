@@ -221,8 +221,9 @@ class PhaseStack:
 
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         """Leave a phase, and bring every handle where the phases that stay open want it, as far as
-        possible. The phase is over in any case. `error`: the user's exception that ends the phase,
-        which gets the errors of leaving as notes; None: the first of these is raised."""
+        possible. The phase is over even after an error, other than a PhaseError that it may not be
+        left. `error`: the user's exception that ends the phase, which gets the errors of leaving as
+        notes; None: the first of these is raised."""
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
         with self.lock.transition():
@@ -357,8 +358,8 @@ class PhaseStack:
         )
 
     def _end_keeps(self, taken_over_by: Plan | None = None) -> None:
-        """End all keeps (`OpenPhases.kept`), which last for one phase transition. Those that its
-        plan does not take over count as expired; None: all of them."""
+        """End all keeps (`OpenPhases.kept`), which last for one phase transition.
+        `taken_over_by`: its plan. Keeps that are not in it count as expired; None: all do."""
         plan = taken_over_by
         for name in self.phases.kept:
             if plan is None or name not in plan.targets or not plan.on_device(name):
