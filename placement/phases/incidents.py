@@ -66,8 +66,8 @@ class Incidents:
         plan: Plan | None = None,
         raised: BaseException | None = None,
     ) -> None:
-        """Write a folder for an error, if the error is an incident and has no folder yet. The last
-        note of the error names the folder.
+        """Write the folder of an error, if it is an incident and has none yet, and name it in the
+        error's last line.
         `phase`: the one that was to begin or to end; None: the open one.
         `raised`: the error that the user sees instead of this one."""
         if self._directory is None:
@@ -90,7 +90,6 @@ class Incidents:
     def _write(
         self, directory: Path, error: BaseException, phase: str | None, plan: Plan | None
     ) -> Path | None:
-        """Write a folder, without the files that fail. None: the error is no incident."""
         snapshot = self._take_snapshot()
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
