@@ -15,7 +15,7 @@ from placement.engines.tagged import Residency
 from placement.phases.moves import Mover
 from placement.phases.transition import Participant, Transition
 from placement.planning.planner import target_of, wanted_tags
-from placement.registration.handle import Handle
+from placement.registration.handle import OFFLOADED, Handle
 from placement.storage.move import MoveResult
 
 
@@ -82,7 +82,7 @@ class Engines(Participant):
             leaving = residency.resident_tags - stays
             self._move_part(engine, Trigger.OFFLOAD, lambda: residency.offload(leaving))
         else:
-            self._mover.take_engine_to(engine, (State.CPU_OFFLOADED, False))
+            self._mover.take_engine_to(engine, OFFLOADED)
         return True
 
     def _come(self, engine: Handle, plan: Plan) -> None:
