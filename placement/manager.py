@@ -268,7 +268,7 @@ class Manager:
         if replicated is not False:
             # The group is told of a replicated handle whose registration fails here, even if it is
             # refused before any work begins.
-            attempt = lock.attempt(self._replication.vote, begins=True, raises_own=True)
+            attempt = lock.attempt(self._replication.vote, begins_phase=True, raises_own_error=True)
             registering = self._replication.registering(name, target, replicated)
         with attempt, lock.transition():
             old = registry.handles.get(name) if replace else None
@@ -433,7 +433,7 @@ class Manager:
         self._last_entered("leave").__exit__(None if error is None else type(error), error, None)
 
     def _last_entered(self, action: str) -> PhaseContext:
-        with self._stack.lock.attempt(raises_own=True):
+        with self._stack.lock.attempt(raises_own_error=True):
             while self._entered and not self._entered[-1].is_open:
                 self._entered.pop()
             if not self._entered:

@@ -339,7 +339,8 @@ class OptimizerAdapter(Adapter):
 
     def take_copies(self, copies: Iterable[torch.Tensor], copied: torch.Tensor) -> None:
         """Move stepped tensors that are no module's parameters (float32 copies) like state.
-        `copied`: a parameter of their owner."""
+        `copied`: a parameter of their owner, any of them, which `parameters` lists in their place.
+        """
         self._copied = reference(copied)
         self._copies.update(copies)
 

@@ -16,7 +16,7 @@ from placement.engines.tagged import Residency, TaggedEngine
 from placement.phases.moves import Mover
 from placement.phases.transition import Participant, Transition
 from placement.planning.planner import target_of, unknown_handle, wanted_tags
-from placement.registration.handle import Handle
+from placement.registration.handle import OFFLOADED, RESIDENT, Handle
 from placement.storage.move import MoveResult
 
 
@@ -83,7 +83,7 @@ class Engines(Participant):
             leaving = residency.resident_tags - stays
             self._move_part(engine, Trigger.OFFLOAD, lambda: residency.offload(leaving))
         else:
-            self._mover.take_engine_to(engine, (State.CPU_OFFLOADED, False))
+            self._mover.take_engine_to(engine, OFFLOADED)
         return True
 
     def _come(self, engine: Handle, plan: Plan) -> None:
@@ -128,9 +128,9 @@ def drop(engine: Handle, mover: Mover) -> None:
     with them, and sleeps without them."""
     residency = _residency_of(engine)
     if residency.has_mirror:
-        mover.take_engine_to(engine, (State.GPU_RESIDENT, True), frozenset({WEIGHTS}))
+        mover.take_engine_to(engine, RESIDENT, frozenset({WEIGHTS}))
         residency.keeps_weights = False
         try:
-            mover.take_engine_to(engine, (State.CPU_OFFLOADED, False))
+            mover.take_engine_to(engine, OFFLOADED)
         finally:
             residency.keeps_weights = True

@@ -70,7 +70,7 @@ class Incidents:
         notes = getattr(raised, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
-                notes.remove(note)
+                notes.remove(note)  # the error has a folder: make this the last note again
                 notes.append(note)
                 return
         try:

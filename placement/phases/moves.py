@@ -24,7 +24,7 @@ from placement.engines.tagged import Residency
 from placement.phases.transition import Transition
 from placement.planning.planner import target_of
 from placement.registration import guards
-from placement.registration.handle import PATHS, Handle, Node
+from placement.registration.handle import OFFLOADED, PATHS, RESIDENT, Handle, Node
 from placement.storage.managed import ManagedStorage
 from placement.storage.move import MoveResult
 from placement.storage.pages import ChunkPool
@@ -67,8 +67,8 @@ def _dropping(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ..
 class Mover:
     """Moves the handles of one device. Called with the manager's lock held.
 
-    A phase transition calls `begin`, `move` and `commit`, or `begin` and `move_as_far_as_possible`;
-    after an error of the first three `go_back`; and `end` in any case.
+    An entry or a switch calls `begin`, `move`, `commit` and `end`; after an error of the first
+    three only `go_back`. An exit calls `begin`, `move_as_far_as_possible` and `end`.
     `strict`: stray references after an offload are errors. `verifier`: compares moved bytes; None:
     nothing is compared. `while_copying`: called in each move that is not all or nothing, once the
     link has work.
@@ -87,7 +87,8 @@ class Mover:
         self._strict = strict
         self._verifier = verifier
         self._while_copying = while_copying
-        # the pool of the phase transition under way; between two, what the next one begins with
+        # the chunks of the phase transition under way. It begins with those that the one before has
+        # left: none, except to go back where the group's decision is unknown.
         self.chunk_pool = ChunkPool(device)
         self._exchange = Exchange(device, self.chunk_pool, verifier)
         """The exchange of the phase transition under way. Between two: one without room for a swap,
@@ -99,7 +100,8 @@ class Mover:
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a
         handle in the middle of a change."""
-        self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
+        # the handles for which the warning about views of state dicts was logged: once is enough
+        self._warned_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
 
     # --- all or nothing
 
@@ -145,43 +147,44 @@ class Mover:
         """Commit the loads that have waited for the group, and drop gradients that the plan
         drops."""
         if not t.is_there:
-            if failures := self.complete(self._sources):
+            if failures := self.complete_loads(self._sources):
                 raise failures[0]
             self._drop_gradients(self._sources)
         adopt_dropped(t.handles.values())
 
     def go_back(self, cause: BaseException) -> None:
-        """After an error: bring every handle back to its source state, unless the group's decision
-        is unknown. Where a handle's memory cannot be got back, it is in its target state, complete.
-        Loads that waited for the group are completed, because other ranks complete theirs. What
-        goes wrong becomes a note of `cause`."""
+        """After an error: bring every handle back to its source state. Where a handle's memory is
+        gone, the handle is in its target state, complete. After `CoordinatorLost` no handle goes
+        back. In both cases no load stays incomplete. Errors become notes of `cause`."""
         sources = self._sources
         if isinstance(cause, CoordinatorLost):
-            for failure in self.complete(sources):
-                cause.add_note(f"placement: {failure}")
+            failures = self.complete_loads(sources)
             self._sources = {}
             self._renew()  # keeps the freed chunks, so that going back later needs no new memory
-            return
+        else:
+            self._note_lost_gradients(cause)
+            self._renew()  # the new exchange takes over the freed chunks, which are enough
+            try:
+                failures = self._move_each_if_not_all(sources)
+            finally:
+                self.end()
+            failures += self.complete_loads(sources)  # of handles that came back
+        for failure in failures:
+            cause.add_note(f"placement: {failure}")
+
+    def _note_lost_gradients(self, cause: BaseException) -> None:
         for holding in self._exchange.dropping:
             if not holding.on_device:
                 cause.add_note(
                     f"placement: the gradients of {holding.name!r} are lost: the plan drops them, "
                     "and that was done before"
                 )
-        # It takes over the freed chunks, which are enough.
-        self._renew()
-        try:
-            failures = self._move_each_if_not_all(sources)
-        finally:
-            self.end()
-        for error in (*failures, *self.complete(sources)):
-            cause.add_note(f"placement: {error}")
 
     # --- as far as possible
 
     def move_as_far_as_possible(self, t: Transition) -> list[Exception]:
-        """Bring every handle as far as possible towards its target. Returns the errors. `complete`
-        comes once all ranks have voted."""
+        """Bring every handle as far as possible towards its target. Returns the errors.
+        `complete_loads` comes once all ranks have voted."""
         if t.is_there:
             adopt_dropped(t.handles.values())
             return []
@@ -259,9 +262,10 @@ class Mover:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
 
-    def complete(self, handles: Iterable[Handle]) -> list[Exception]:
-        """Commit the loads that waited for the group's decision, whatever it is: the other ranks do
-        it, too. Returns the errors."""
+    def complete_loads(self, handles: Iterable[Handle]) -> list[Exception]:
+        """Get the rest of the bytes of loads that left some to the other ranks (see
+        `ReplicatedStorage`), and commit these loads. Called once the group has decided, whatever it
+        is: the other ranks do it, too. Returns the errors."""
         errors: list[Exception] = []
         for handle in handles:
             if (holding := handle.holding) is not None and not holding.is_complete:
@@ -343,7 +347,7 @@ class Mover:
         """Make one state transition: do its work, commit it, record it. `tags`: those that an
         engine moves; None: those on the device."""
         began, source = time.monotonic(), handle.state
-        # this is recovery, or the exchange of all has failed
+        # `_move` has not moved it with the others: in a recovery, or because their exchange failed
         if trigger in _MOVES and handle not in self._moved:
             with self.failing([(handle, trigger)]):
                 handle.require(trigger)
@@ -389,10 +393,10 @@ class Mover:
             self._complaints += holding.immovable()
         if (
             trigger is Trigger.LOAD
-            and handle not in self._told_of_views
+            and handle not in self._warned_of_views
             and holding.state_dict_tensors.warn_of_views()
         ):
-            self._told_of_views.add(handle)
+            self._warned_of_views.add(handle)
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
         self._complaints += moved.complaints(handle.name)
         if self._strict and moved.stray_references and (error := handle.stray_error()) is not None:
@@ -408,9 +412,10 @@ class Mover:
         moved: MoveResult,
     ) -> None:
         """Write one record of a handle's move, whose state is the new one already. `source` equals
-        it where a part of an engine moved. `began_seconds` counts where the move measured no time
-        of its own."""
+        it where a part of an engine moved. `began_seconds`, of the monotonic clock, counts where
+        the move measured no time of its own."""
         now = time.monotonic()
+        _, resident_bytes, _ = handle.storage.sizes()
         record = Record(
             at_seconds=now,
             timestamp_seconds=time.time(),
@@ -423,7 +428,7 @@ class Mover:
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
             seconds=moved.seconds or now - began_seconds,
-            resident_bytes=handle.storage.sizes()[1],
+            resident_bytes=resident_bytes,
             prefetched_bytes=moved.prefetched_bytes,
         )
         self._journal.record(handle.counters, record)
@@ -449,12 +454,7 @@ class Mover:
             if residency.doubt is None and bool(residency.resident_tags) is (
                 handle.state is State.CPU_OFFLOADED
             ):
-                self.take_engine_to(
-                    handle,
-                    (State.GPU_RESIDENT, True)
-                    if residency.resident_tags
-                    else (State.CPU_OFFLOADED, False),
-                )
+                self.take_engine_to(handle, RESIDENT if residency.resident_tags else OFFLOADED)
             return
         try:
             if holding is not None:

@@ -62,7 +62,8 @@ class OpenPhase:
     # whether the phase may be left while others are open inside it: it is a hold
     in_any_order: bool = False
     plan: Plan = _NO_PLAN
-    kept: set[str] = field(default_factory=set)
+    # names of the handles that `Phase.keep` was called with, to be kept when the phase ends
+    to_keep: set[str] = field(default_factory=set)
     is_abandoned: bool = False
     """Whether nobody will leave it any more: its context or manager was collected, or an exception
     or an interrupt has passed through it. It is left as soon as no other phase is open inside it, a
@@ -80,7 +81,8 @@ class OpenPhases:
         self._planner = planner
         self._handles = handles
         self.all: tuple[OpenPhase, ...] = ()  # the open phases, outermost first
-        # names of the handles that `Phase.keep` carries from the last phase into this one
+        # names of the handles that the last phase has kept on the device, until the next phase
+        # transition
         self.kept: frozenset[str] = frozenset()
         # the time on the monotonic clock until which `Suspension` suspends the manager
         self.suspended_until = -math.inf
@@ -181,10 +183,10 @@ class OpenPhases:
             return self.all_offloaded(), [error]
 
     def plan_after(self, leaving: OpenPhase) -> tuple[Plan, list[Exception]]:
-        """The plan that applies once an open phase has ended. A phase inside it goes on deciding
-        about the handles of its `only`. For all others the phase around the one that ends decides,
-        except that nothing is loaded: the room may be taken. If the policy gives no plan:
-        everything is offloaded, and the error."""
+        """The plan that applies once an open phase has ended, and the error of a policy that gives
+        none (see `plan_in_any_case`). The plans of the phases inside it are changed to that: each
+        goes on deciding about the handles of its `only`. For all others the phase around the one
+        that ends decides, except that nothing is loaded: the room may be taken."""
         plan, failures = self.plan_in_any_case(self.all[: self.all.index(leaving)])
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
@@ -213,7 +215,7 @@ class OpenPhases:
     def forget(self, name: str) -> None:
         self.kept -= {name}
         for phase in self.all:
-            phase.kept.discard(name)
+            phase.to_keep.discard(name)
             phase.plan = phase.plan.without(name)
 
 
@@ -250,31 +252,35 @@ class TransitionLock:
         self,
         vote: GroupVote | None = None,
         *,
-        begins: bool = False,
-        raises_own: bool = False,
+        begins_phase: bool = False,
+        raises_own_error: bool = False,
         error: BaseException | None = None,
     ) -> AbstractContextManager[None]:
         """Tell every rank of the group, once, if the block fails, even if it fails before a phase
-        transition begins.
+        transition begins. Does nothing without a group.
         `vote`: tells the group; None: `self.vote`.
-        `begins`: a phase is about to begin.
-        `raises_own`: a rank that fails raises its own error. Otherwise all ranks raise the same
-        error.
+        `begins_phase`: a phase is about to begin. Outside every phase this rank catches up first.
+        `raises_own_error`: the error of the block goes on. Otherwise all ranks raise the same
+        GroupError in its place.
         `error`: the user's exception with which a phase is left, if any."""
         vote = self.vote if vote is None else vote
         if vote is None or os.getpid() != self.pid:  # a forked child is not a rank
             return _NOTHING
-        return self._attempt(vote, begins, raises_own, error)
+        return self._attempt(vote, begins_phase, raises_own_error, error)
 
     @contextmanager
     def _attempt(
-        self, vote: GroupVote, begins: bool, raises_own: bool, error: BaseException | None
+        self,
+        vote: GroupVote,
+        begins_phase: bool,
+        raises_own_error: bool,
+        error: BaseException | None,
     ) -> Iterator[None]:
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
                 return
-            with vote.attempt(catches_up=begins and self.is_outside(), error=error):
+            with vote.attempt(catches_up=begins_phase and self.is_outside(), error=error):
                 try:
                     yield
                 except BaseException as raised:
@@ -285,7 +291,7 @@ class TransitionLock:
                         agreed = vote.failed(raised)
                     finally:
                         self._is_busy = False
-                    if raises_own or agreed is None:
+                    if raises_own_error or agreed is None:
                         raise
                     for note in getattr(raised, "__notes__", None) or ():
                         agreed.add_note(str(note))
@@ -325,6 +331,11 @@ class TransitionLock:
                 for call in self._at_end:
                     call()
 
+    def sweep_now(self) -> None:
+        """Make a phase transition that moves nothing itself, for the sweep at its beginning."""
+        with self.transition():
+            pass
+
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
         """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process,
@@ -359,8 +370,8 @@ class TransitionLock:
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Hold the lock if that is possible at once, outside of any phase transition. Gives whether
-        it is held."""
+        """Hold the lock if that is possible at once, and give whether a phase transition may begin
+        inside. It may not while one is under way, after `close`, or in another process."""
         with deferred():
             is_held = self._lock.acquire(blocking=False)
             try:
@@ -491,7 +502,7 @@ class Phase:
             PhaseError: this phase is not open, or no handle has this name.
         """
         self._stack.phases.require_open(self.phase, "keep a handle")
-        self.phase.kept.add(self._stack.find(handle).name)
+        self.phase.to_keep.add(self._stack.find(handle).name)
 
     def done_with(self, handle: Handle | str) -> None:
         """Offload a handle now, because the rest of this phase needs it no more. Its memory is used
@@ -514,7 +525,13 @@ class Phase:
 
 class PhaseContext(Phase):
     """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The
-    phase is left if it is collected."""
+    phase is left if it is collected.
+
+    `holder`: the thread or asyncio task that the phase belongs to; None: any may leave it.
+    `keeps_alive`: the manager, which must not be collected before the phase is left.
+    `in_any_order`: see `OpenPhase`.
+    Raises TypeError: the name or `only` is wrong. In a group all ranks raise a GroupError instead.
+    """
 
     _is_finalizing = staticmethod(sys.is_finalizing)
     """Whether the interpreter is exiting: nothing is left to move then, and the names of modules
@@ -530,11 +547,11 @@ class PhaseContext(Phase):
         keeps_alive: object = None,
         in_any_order: bool = False,
     ) -> None:
-        self._manager = keeps_alive
+        self._keeps_alive = keeps_alive
         try:
             super().__init__(stack, OpenPhase(checked(name), names_of(only), holder, in_any_order))
         except Exception:
-            with stack.lock.attempt(begins=True):  # so that the other ranks hear of it
+            with stack.lock.attempt(begins_phase=True):  # so that the other ranks hear of it
                 raise
 
     def __enter__(self) -> Phase:
@@ -549,7 +566,7 @@ class PhaseContext(Phase):
     def _enters(self) -> bool:
         """Enter the phase, unless a suspension comes first."""
         try:
-            with self._stack.lock.attempt(begins=True):
+            with self._stack.lock.attempt(begins_phase=True):
                 if self._was_entered:
                     raise PhaseError(
                         f"phase {self.name!r} was entered before; call manager.phase() again"
@@ -566,11 +583,14 @@ class PhaseContext(Phase):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the phase. It is over afterwards, whatever is raised. Errors of leaving are raised,
-        or become notes of the user's own error. A suspension that was asked for follows."""
+        """Leave the phase. It is over afterwards, whatever is raised. Errors of leaving are raised;
+        if the `with` statement ends with an error of its own, they become notes of that one. A
+        suspension that was asked for follows."""
         if self._is_finalizing():
             return
-        if is_background():  # a generator was collected there
+        if is_background():
+            # A generator was collected on a thread that phase transitions wait for, which would
+            # wait for itself. The next transition leaves the phase.
             self.abandon()
             return
         if (
@@ -578,9 +598,9 @@ class PhaseContext(Phase):
             and self._was_entered
             and self.phase not in self._stack.phases.all
         ):
-            return  # an error that passed through a phase around it has left it
+            return  # an error that passed through an enclosing phase has left this one with it
         try:
-            with self._stack.lock.attempt(raises_own=True, error=error):
+            with self._stack.lock.attempt(raises_own_error=True, error=error):
                 self._stack.leave(self.phase, error)
         finally:
             if not self._stack.phases.all:

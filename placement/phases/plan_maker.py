@@ -28,12 +28,11 @@ class PhaseRequest(NamedTuple):
 
     name: str
     only: tuple[str, ...] | None
-    # the plan for the handles that `only` leaves out, without kept handles. Not used where `only`
-    # is None.
-    enclosing: Plan | None
+    # the plan for the handles that `only` leaves out, without kept handles; None where `only` is
+    plan_of_others: Plan | None
     around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
-    kept: frozenset[str]  # names of the handles that the phase before kept
-    # tells the other ranks of suspensions, with the proposal
+    kept: frozenset[str]  # names of handles to keep, if the phase's plan takes them over
+    # inside, the proposal to the other ranks tells them of suspensions that this rank was asked for
     telling: AbstractContextManager[None] = nullcontext()
 
 
@@ -49,8 +48,9 @@ class PlanMaker:
 
     def make(self, verb: str, request: PhaseRequest) -> tuple[Plan, int]:
         """The plan for a phase, and the device bytes that the budget leaves beside it (see
-        `check_fits`). Every rank of a group does the same (`verb`). Raises PlacementError: there is
-        no plan, it does not fit, or it would generate with an engine without weights."""
+        `check_fits`). `verb`: "enter" or "switch to", which every rank of a group must do alike.
+        Raises PlacementError: there is no plan, it does not fit, or it would generate with an
+        engine without weights."""
         try:
             view, plan = self.ask(request)
             for handle in list(self._handles.values()):
@@ -76,10 +76,10 @@ class PlanMaker:
             if name not in self._handles:
                 raise PhaseError(f"only=: {unknown_handle(name, self._handles)}")
         chosen = meant(request.only, self._handles)
-        if chosen is None or request.enclosing is None:
+        if chosen is None or request.plan_of_others is None:
             return view, plan
         taken_over = [name for name in request.kept if plan.on_device(name)]
-        plan = plan.limited_to(chosen, with_kept(request.enclosing, taken_over, self._handles))
+        plan = plan.limited_to(chosen, with_kept(request.plan_of_others, taken_over, self._handles))
         if view.fits(plan):
             return view, plan
         return view, without_surplus(view, plan, self._needed(request))
@@ -152,17 +152,17 @@ class GroupPlanMaker(PlanMaker):
         needed = self._planner.needed(
             request.name, innermost(request.around), request.kept, at_rest=True
         )
-        # the tag, by the handle's name and the text that the other ranks are told: state and tag
+        # the tag, by the handle's name and a text of state and tag, which the ranks compare
         staying: dict[tuple[str, str], str] = {}
         for name, state in plan.targets.items():
             tags = self._tags(name, plan)
             if chosen is None or name in chosen:
-                tags -= self._tags(name, needed)
+                tags -= self._tags(name, needed)  # those that are left merely stay
             for tag in tags:
                 staying[name, f"{state.value} {tag}"] = tag
-        stays, streamed = self.vote.in_common(staying, plan.streamed)
-        for name, lacked in staying.keys() - stays:
-            tags = self._tags(name, plan) - {staying[name, lacked]}
+        staying_everywhere, streamed = self.vote.in_common(staying, plan.streamed)
+        for name, text in staying.keys() - staying_everywhere:
+            tags = self._tags(name, plan) - {staying[name, text]}
             parts = {**plan.parts, name: tags}
             plan = replace(plan, parts=parts) if tags else plan.giving_up(name)
         used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}

@@ -126,8 +126,9 @@ class Reconciler:
     def carry_out_within(
         self, name: str, plan: Plan, kept: frozenset[str] = frozenset(), agree: Agree | None = None
     ) -> None:
-        """Check a plan, and carry it out while the phase `name` is and stays open. `agree` asks the
-        ranks that share a handle."""
+        """Check a plan, and carry it out while the phase `name` is and stays open. After an error
+        every handle is where it was. `kept`: names of the handles that count as kept. `agree` asks
+        the ranks that share a handle."""
         self.measure(name)
         view = self.planner.view(name, None, kept)
         room_bytes = check_fits(view, plan, self.planner.other_rank(name))
@@ -135,7 +136,8 @@ class Reconciler:
         if agree is not None and self._vote is not None:
             participants = [*participants, Ranks(agree, self._vote.propose)]
         if not is_there(self._handles, plan):
-            # before anything is loaded over them; the next phase transition raises them
+            # A load would hide changes to the handles that come. The next phase transition raises
+            # what is found.
             self.changes.look_at(self.changes.coming(plan))
             self.changes.look_at_poison(wait=False)
             plan = self.changes.without_replaced(plan)
@@ -228,7 +230,7 @@ class Reconciler:
         except Exception as error:  # the device failed
             transition.errors.append(error)
         if leaving is not None or not transition.is_there:
-            transition.errors += mover.complete(self._handles.values())
+            transition.errors += mover.complete_loads(self._handles.values())
         return transition.errors
 
     def end_turn(self) -> None:
@@ -239,8 +241,11 @@ class Reconciler:
         if self._mover.chunk_pool:  # kept to go back: the group's decision is unknown
             return
         for handle in self._handles.values():
-            is_lost_engine = handle.kind == "engine" and handle.broken is not None
-            if (handle.is_on_device or is_lost_engine) and not handle.external:
+            # a broken engine cannot say whether it still has memory there
+            may_be_there = handle.is_on_device or (
+                handle.kind == "engine" and handle.broken is not None
+            )
+            if may_be_there and not handle.external:  # external ones never leave
                 return
         self.trim()
         self.turn.give_back()

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -147,65 +147,80 @@ class PhaseStack:
                 raise Suspended
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)
-            enclosing = None if phase.only is None else phases.plan_of(phases.all)
+            plan_of_others = None if phase.only is None else phases.plan_of(phases.all)
             vote = self.lock.vote
-            telling = _NOTHING if phases.all or vote is None else self.suspension.telling(vote)
-            request = PhaseRequest(
-                phase.name, phase.only, enclosing, phases.all, phases.kept, telling
-            )
+            telling: AbstractContextManager[None] = _NOTHING
             if not phases.all:
-                self._planner.note_end_of(IDLE)
+                self._planner.note_memory_of_others_in(IDLE)  # which ends here
+                if vote is not None:
+                    telling = self.suspension.telling(vote)
+            request = PhaseRequest(
+                phase.name, phase.only, plan_of_others, phases.all, phases.kept, telling
+            )
             self._change(phase, "enter", request)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
+        """End the innermost phase and begin another in its place: see `_change`."""
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
             around = phases.all[:-1]
-            enclosing = None if only is None else phases.plan_of(around)
+            plan_of_others = None if only is None else phases.plan_of(around)
             self._note_end(phase)
             kept = phases.kept
-            if phase.kept:
+            if phase.to_keep:
                 kept |= self._worth_keeping(phase)
-            request = PhaseRequest(name, only, enclosing, around, kept)
+            request = PhaseRequest(name, only, plan_of_others, around, kept)
             self._change(phase, "switch to", request)
 
     def _change(self, phase: OpenPhase, verb: str, request: PhaseRequest) -> None:
-        """Begin the phase. After an error every handle goes to where it was before, except after
-        `CoordinatorLost`: other ranks may have entered. Errors of going back become notes."""
+        """Have the phase begin as the request says, by an entry or a switch (`verb`). After an
+        error `_go_back` runs, and the error is raised again. `_end_turn` gives back a turn that was
+        taken for nothing."""
         phases = self.phases
-        self.reconciler.plan_maker.latest = Plan({})
+        self.reconciler.plan_maker.latest = Plan({})  # an incident must not show an older plan
         self._journal.enter_phase(request.name, request.only)
         with self.reconciler.stall_of(request.name):
             try:
                 if self.reconciler.turn is not None:
                     self.reconciler.turn.take(request.name)
-                    self.reconciler.measure(phases.name)  # others may have given back
+                    # the process that had the turn before may have given back memory
+                    self.reconciler.measure(phases.name)
                 plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
-                self.incidents.report(error, self.reconciler.plan_maker.latest)
-                self._journal.enter_phase(phases.name, phases.only)
-                if isinstance(error, DeviceMemoryError):
-                    for name in self.reconciler.take_back_restarted_engines(asks_all=True):
-                        again = "and is where it belongs now: begin the phase again"
-                        error.add_note(f"placement: engine {name!r} was restarted, {again}")
-                # Not where the group's decision is unknown: other ranks may have entered the
-                # phase. Going back could be as wrong as going on.
-                if not isinstance(error, CoordinatorLost):
-                    back, _ = phases.plan_in_any_case(phases.all)
-                    _note(error, self.reconciler.retreat(phases.name, phases.with_kept(back)))
+                self._go_back(error)
                 raise
         phases.all, phases.kept = (*request.around, phase), request.kept
-        self._expire_keeps(plan)  # the plan has taken them over, or not
+        self._end_keeps(taken_over_by=plan)
         phase.name, phase.only = request.name, request.only
-        phase.plan, phase.kept = plan, set()
+        phase.plan, phase.to_keep = plan, set()
         self._planner.history.began(request.name)
+
+    def _go_back(self, error: BaseException) -> None:
+        """After an error of an entry or a switch: report it, and bring every handle where the
+        phases that are still open want it. Errors of that become notes of `error`. After
+        `CoordinatorLost` no handle goes back: other ranks may have entered the phase, so going back
+        could be as wrong as going on."""
+        phases = self.phases
+        self.incidents.report(error, self.reconciler.plan_maker.latest)
+        self._journal.enter_phase(phases.name, phases.only)
+        if isinstance(error, DeviceMemoryError):
+            for engine in self.reconciler.take_back_restarted_engines(asks_all=True):
+                again = "and is where it belongs now: begin the phase again"
+                error.add_note(f"placement: engine {engine!r} was restarted, {again}")
+        if not isinstance(error, CoordinatorLost):
+            plan, _ = phases.plan_in_any_case(phases.all)  # `error` says more than the policy's
+            _note(error, self.reconciler.retreat(phases.name, phases.with_kept(plan)))
 
     # --- leaving
 
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
+        """Leave a phase, and bring every handle where the phases that stay open want it, as far as
+        possible. The phase is over even after an error, other than a PhaseError that it may not be
+        left. `error`: the user's exception that ends the phase, which gets the errors of leaving as
+        notes; None: the first of these is raised."""
         if error is not None and os.getpid() != self.lock.pid:
             return  # a forked child ends in a phase of its parent, and its own error says why
         with self.lock.transition():
@@ -225,14 +240,14 @@ class PhaseStack:
             with self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
-                    self._expire_keeps()
+                    self._end_keeps()
                     plan, failures = phases.plan_after(phase)
-                    if phase.kept:
+                    if phase.to_keep:
                         phases.kept = self._worth_keeping(phase)
                         plan = phases.with_kept(plan)
                     failures = self.reconciler.retreat(left_to, plan, failures, leaving=leaving)
                 except BaseException as stopped:  # finish leaving, then raise it
-                    self._expire_keeps()
+                    self._end_keeps()
                     failures = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])
                     if error is None or not isinstance(stopped, Exception):
                         raise
@@ -283,10 +298,10 @@ class PhaseStack:
         """Have engines drop their weights, and take every handle off the device, outside every
         phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
         raises those."""
-        with self.lock.attempt(raises_own=True), self.lock.transition():
+        with self.lock.attempt(raises_own_error=True), self.lock.transition():
             vote = self.lock.vote
             leaving = None if vote is None else LeavingRanks(vote, action)
-            self._expire_keeps()
+            self._end_keeps()
             self.reconciler.take_back_restarted_engines(asks_all=True)
             failures = self.reconciler.drop(drop) if drop else []
             plan = self.phases.all_offloaded()
@@ -301,6 +316,7 @@ class PhaseStack:
     # --- within a phase
 
     def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
+        """Offload a handle for the rest of the innermost phase: see `Phase.done_with`."""
         with self.lock.transition():
             handle, plan = self.find(handle_or_name), phase.plan
             self.phases.require_innermost(phase, f"be done with {handle.name!r}")
@@ -311,7 +327,7 @@ class PhaseStack:
             with self.reconciler.stall_of(phase.name):
                 try:
                     phase.plan = plan.giving_up(handle.name)
-                    phase.kept.discard(handle.name)
+                    phase.to_keep.discard(handle.name)
                     self.reconciler.carry_out_within(phase.name, phase.plan)
                 except BaseException as error:
                     phase.plan = plan
@@ -320,20 +336,21 @@ class PhaseStack:
 
     def _note_end(self, phase: OpenPhase) -> None:
         self.reconciler.measure(phase.name)
-        self._planner.note_end_of(phase.name)
+        self._planner.note_memory_of_others_in(phase.name)
 
     def _worth_keeping(self, phase: OpenPhase) -> frozenset[str]:
-        """Names of handles that the phase keeps and that are on the device. A keep carries
-        residency over; it loads nothing."""
+        """Names of handles that the phase was asked to keep and that are on the device. A keep
+        carries residency over; it loads nothing."""
         return frozenset(
             name
-            for name in phase.kept
+            for name in phase.to_keep
             if name in self._handles and self._handles[name].is_on_device
         )
 
-    def _expire_keeps(self, plan: Plan | None = None) -> None:
-        """End all keeps, which last for one phase transition. Count those that its plan did not
-        take over as expired."""
+    def _end_keeps(self, taken_over_by: Plan | None = None) -> None:
+        """End all keeps (`OpenPhases.kept`), which last for one phase transition.
+        `taken_over_by`: its plan. Keeps that are not in it count as expired; None: all do."""
+        plan = taken_over_by
         for name in self.phases.kept:
             if plan is None or name not in plan.targets or not plan.on_device(name):
                 self._journal.expired_keeps += 1
@@ -369,7 +386,8 @@ class PhaseStack:
             raise
 
     def restore(self, handle: Handle) -> None:
-        """See `Handle.restore`."""
+        """Point the replaced tensors of an offloaded handle to their places again: see
+        `Handle.restore`. Raises PhaseError: the handle is on the device."""
         with self.lock.transition():
             holding = self.find(handle).holding
             if holding is None:
@@ -435,7 +453,7 @@ class PhaseStack:
                 if is_gone and not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
-            # last, so that after a failure the next phase transition does this again
+            # last, so that after a failure the next phase transition tries this handle again
             self._gone.popleft()
 
     def _look_for_changes(self, *, wait: bool) -> None:
@@ -502,13 +520,12 @@ class PhaseStack:
                 # else the phase transition that is under way in this or another thread is followed
                 # by one that sweeps
                 if is_free:
-                    with self.lock.transition():
-                        pass
+                    self.lock.sweep_now()
 
     def _sweep(self) -> None:
-        """Forget what was garbage-collected, take back engines that were restarted and leave what
-        was abandoned, before a phase transition begins. Look at the steps so far, where it is time
-        for that."""
+        """Called at the beginning of every phase transition: forget handles that were
+        garbage-collected, take back engines that were restarted, and leave abandoned phases. Have
+        the advisor look at the steps so far, when it is time for that."""
         if self._gone:
             self._forget_collected()
         if self.reconciler.has_engines:
@@ -522,11 +539,13 @@ class PhaseStack:
             self.reconciler.end_turn()
 
     def _leave_abandoned(self) -> None:
+        """Leave the abandoned phases that have no other phase open inside, and holds. Errors are
+        logged, because no caller left these phases."""
         phases = self.phases
         while (phase := phases.first_abandoned()) is not None:
             # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none
             # itself
-            self._expire_keeps()
+            self._end_keeps()
             around = phases.without(phase)
             with self._leaving_to(around) as left_to:
                 failures = self.reconciler.retreat(left_to, phases.plan_after(phase)[0])

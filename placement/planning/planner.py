@@ -18,7 +18,7 @@ from placement.core.states import IDLE, NO_TAGS, HandleView, Plan, State, View, 
 from placement.devices.memory import DeviceMemory
 from placement.group.protocol import Basis
 from placement.group.vote import OtherBudgetError
-from placement.registration.handle import Handle, Node
+from placement.registration.handle import OFFLOADED, Handle, Node
 from placement.storage.managed import ManagedStorage
 
 MOST_PHASES = 64  # how far back a history goes
@@ -257,8 +257,8 @@ class Planner:
         self._state_bytes = born_bytes + unadopted_bytes
         return held_bytes
 
-    def note_end_of(self, phase: str) -> None:
-        """A phase ends now: remember how much memory others need in it."""
+    def note_memory_of_others_in(self, phase: str) -> None:
+        """Remember how much memory others need in a phase. Called as it ends, after `measure`."""
         self._others_bytes[phase] = max(
             self._reserved_by_others(), self._others_bytes.get(phase, 0)
         )
@@ -452,7 +452,7 @@ def target_of(handle: Handle, plan: Plan) -> Node:
     """The state (and whether it is on the device) that a plan wants a handle in."""
     # a `Lazy` that is not built yet: only the beginning of a phase builds it
     if handle.adapter is None:
-        return State.CPU_OFFLOADED, False
+        return OFFLOADED
     state = plan.targets[handle.name]
     is_streamed = handle.name in plan.streamed and not handle.external
     return state, state is not State.CPU_OFFLOADED and not is_streamed

@@ -213,6 +213,8 @@ class StepGuard(Guard):
         return loss
 
     def _check(self, handle: Handle, optimizer: Any) -> None:
+        """Refuse a step unless the optimizer and all of its owners may change and are where a step
+        finds them. Called before the step, and after its closure."""
         are_owners_trained = all(owner.state is State.TRAINING for owner in handle.owners)
         for changed in (handle, *handle.owners):
             advice = _advise(changed, "call step() inside manager.phase('train')", "train")
@@ -536,9 +538,11 @@ def _install_on_reading(
 
 
 def install_on_new(handle: Handle) -> None:
-    """Guard modules that an engine has made after its registration. Its adapter knows them, and
-    their tensors move with it."""
+    """Guard modules that an engine has made since its last offload. Called as placement offloads
+    it: its adapter knows them, and their tensors move with it."""
     assert handle.adapter is not None
+    assert handle.holding is not None
+    announce = handle.holding.announce
     roots = dict[int, torch.nn.Module]()  # by identity
     for hook in handle.guards:
         if isinstance(hook, CallGuard):
@@ -551,11 +555,11 @@ def install_on_new(handle: Handle) -> None:
         return
     for hook in handle.guards:
         hook.remove()
-        if isinstance(hook, CallGuard) and handle.holding is not None:
-            handle.holding.announce.leaving.remove(hook.refuse)
-            handle.holding.announce.came.remove(hook.allow)
+        if isinstance(hook, CallGuard):
+            announce.leaving.remove(hook.refuse)
+            announce.came.remove(hook.allow)
     handle.guards.clear()
-    install(handle, roots.values())  # the old ones, too: their tensors are offloaded
+    install(handle, roots.values())  # the old modules, too: their guards are removed
 
 
 def _install_on_calls(

@@ -59,6 +59,8 @@ _MACHINE = Machine(
 Node = tuple[State, bool]
 """A state, and whether the bytes are on the device. SYNCING and TRAINING exist both ways, each
 other state only one way."""
+OFFLOADED: Node = (State.CPU_OFFLOADED, False)
+RESIDENT: Node = (State.GPU_RESIDENT, True)
 
 _FROM_HOST = (
     Trigger.LOAD,
@@ -585,7 +587,7 @@ class Handle:
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
         parameters = {id(parameter): parameter for parameter in self.adapter.parameters()}
-        has_modules = False  # else the modules of the owners are gone, and the optimizer is used
+        has_modules = False  # stays so where the owners' modules are gone: none is detached then
         for owner in self.owners:
             modules = owner.modules_adapter
             if modules is not None:

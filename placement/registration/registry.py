@@ -155,6 +155,8 @@ class Registry:
         handle.storage = NotBuilt()
 
     def _unbind(self, handle: Handle) -> None:
+        """Undo `_bind`: hand the tensors back, and remove the guards. If handing back fails, the
+        handle keeps its guards, and the next phase transition tries again."""
         try:
             handle.storage.unadopt()
         except BaseException:
@@ -260,6 +262,7 @@ class Registry:
         handle.built_object = engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
+        """The adapter for the object's kind. Raises RegistrationError: the object is refused."""
         if isinstance(target, TaggedEngine):
             if external:
                 raise RegistrationError(
@@ -268,7 +271,8 @@ class Registry:
                 )
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            # there is no other reference if it was made in the call of register()
+            # There is no other reference if it was made in the call of register(). A `TaggedEngine`
+            # is kept by `_take_over`.
             handle.built_object = target
             return EngineAdapter(
                 target,
@@ -298,14 +302,17 @@ class Registry:
         return sizes is not None
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
-        """Set the owners: the modules whose parameters the optimizer steps. A handle without a role
-        gets the first owner's."""
+        """Set the owners: those given with `owner=`, and the modules whose parameters the optimizer
+        steps. With `owner=`, it may also step copies of its own, which move with its state. A
+        handle without a role gets the first owner's. Raises RegistrationError, with nothing set: a
+        parameter belongs to no module."""
         owners: dict[str, Handle] = {owner.name: owner for owner in handle.owners}
         modules = list[ModuleAdapter]()
         by_parameter = dict[int, Handle]()
         # A parameter may be another tensor over the module's bytes, or one that the module had
         # before.
         by_holding = dict[int, Handle]()
+        # the last entry counts: that of the handle that was registered first
         for other in reversed(self.handles.values()):
             if other.holding is not None:
                 by_holding[id(other.holding)] = other
@@ -327,7 +334,7 @@ class Registry:
                 )
             elif handle.owners:
                 copies.append(parameter)
-            elif not adapter.is_stand_in(parameter):
+            elif not adapter.is_stand_in(parameter):  # nothing steps a stand-in: it needs none
                 advice = (
                     "Register the modules first, then the optimizers that step them. An optimizer "
                     "of copies of its own (float32 copies of the weights) is registered with "
@@ -340,9 +347,10 @@ class Registry:
                     f"module. {advice}"
                 )
         module = handle.owners[0].modules_adapter if copies else None
-        copied = [] if module is None else module.parameters()
-        if copied:
-            adapter.take_copies(copies, copied[0])
+        of_owner = [] if module is None else module.parameters()
+        if of_owner:
+            # the adapter lists one of the owner's parameters, whichever, in place of the copies
+            adapter.take_copies(copies, of_owner[0])
         handle.owners = tuple(owners.values())
         handle.detached_at_registration = sum(
             id(parameter) not in by_parameter for parameter in parameters

@@ -80,6 +80,8 @@ class Replication:
         target: Any,
         replicated: bool | torch.distributed.ProcessGroup,
     ) -> Ranks | None:
+        """The ranks that share the host copy with this one; None for a group of one rank. Raises
+        RegistrationError: the handle cannot be replicated."""
         if isinstance(target, Lazy):
             raise RegistrationError(
                 f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different "

@@ -114,8 +114,8 @@ class StreamedOptimizer:
         self._chunks: dict[tuple[int, ...], tuple[RangeChunk, ...]] = {}
         self._chunk_ranges: tuple[Range, ...] = ()  # the ranges that these chunks belong to
         self._window: Window | None = None  # as of the last `measured`
-        # since it began to be TRAINING. Later steps fetch all: it is not known whether another one
-        # comes.
+        # Whether a step was begun since the handle began to be TRAINING. Chunks come early for the
+        # first step alone: it is not known whether another one follows.
         self._has_stepped = True
         self._is_installed = False
         # whether a learning rate scheduler had replaced the method before
@@ -167,7 +167,7 @@ class StreamedOptimizer:
         assert handle is not None
         self.is_running = self._has_stepped = False
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
-            self._refuse_if_alive(replaced_step(optimizer))
+            self._refuse_step(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
             handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
             for wrapper in filter(_is_of_accelerate, self._adapter.objects()):
@@ -180,9 +180,10 @@ class StreamedOptimizer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Make one step of the user's, with its hooks. Returns the result of the closure; None
-        without one."""
-        self._refuse_if_alive(refusal_now(optimizer))
+        """Make one step of the user's, with its hooks: called in place of the optimizer's method.
+        Returns the result of the closure; None without one. Raises PhaseError: the step cannot be
+        streamed now."""
+        self._refuse_step(refusal_now(optimizer))
         self.is_running = self._has_stepped = True
         try:
             step = torch.optim.Optimizer.profile_hook_step(self._between_hooks)
@@ -208,7 +209,7 @@ class StreamedOptimizer:
         optimizer: Any,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """The step itself, which torch calls between its hooks."""
+        """The step itself, which torch calls between its hooks: first its closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -218,7 +219,7 @@ class StreamedOptimizer:
             optimizer._opt_called = True
         with torch.no_grad(), self._streaming.lock():
             if not self.is_wanted:
-                self._refuse_if_alive(
+                self._refuse_step(
                     "a closure or a hook of the step has left the phase. Nothing was stepped"
                 )
             began = time.monotonic()
@@ -258,9 +259,9 @@ class StreamedOptimizer:
         finally:
             chunk_pool.release()
 
-    def _refuse_if_alive(self, reason: str | None) -> None:
-        """Raise PhaseError with this reason; None is no reason. A step goes on once its handle is
-        gone."""
+    def _refuse_step(self, reason: str | None) -> None:
+        """Raise PhaseError with this reason; None is no reason. A step goes on once its handle was
+        collected."""
         handle = self._handle()
         if reason is not None and handle is not None:
             raise PhaseError(
@@ -322,11 +323,11 @@ class StreamedOptimizer:
         if not places:
             return []
         r, index = places[0]
-        size = r.chunk_sizes[0]
-        step = max(1, self._bucket_bytes // (len(state) * size)) * size
-        first_end = r.layout.addresses.base + index * size + step - largest.data_ptr()
+        chunk_bytes = r.chunk_sizes[0]
+        slice_bytes = max(1, self._bucket_bytes // (len(state) * chunk_bytes)) * chunk_bytes
+        first_end = r.layout.addresses.base + r.starts[index] + slice_bytes - largest.data_ptr()
         bounds = {0, largest.numel()}
-        for end in range(first_end, largest.nbytes, step):
+        for end in range(first_end, largest.nbytes, slice_bytes):
             bounds.add(end // largest.element_size() // _ALIGNED * _ALIGNED)
         tensors = _tensors_in(optimizer.state[parameter])
         counters = [tensor for tensor in tensors if is_counter(tensor)]

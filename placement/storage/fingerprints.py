@@ -64,7 +64,7 @@ def _by_torch(words: torch.Tensor, sizes: Sequence[int], block_words: int) -> to
     """The definition of fingerprints. It takes two buffers of `block_words` words."""
     block_words = min(block_words, max(sizes) // 8)
     keys = torch.arange(1, block_words + 1, dtype=torch.int64, device=words.device)
-    keys.mul_(_STEP)
+    keys.mul_(_STEP)  # one for each position in a block; the block's own is added to each
     buffer = torch.empty_like(keys)
     shifted = torch.empty_like(keys)
     prints = torch.zeros(len(sizes), dtype=torch.int64, device=words.device)

@@ -93,20 +93,21 @@ class RangeLayout:
         self.offsets: tuple[int, ...] = tuple(offsets)
 
     def move_in(self) -> None:
-        """Point every adoptee to its place and drop its old memory. The caller has saved the bytes.
-        Idempotent."""
+        """Point every adoptee to its place and drop its old memory, in the way that the adopter has
+        chosen. The caller has saved the bytes. Idempotent."""
         places = zip(self._adoptees, self.ways, self.offsets, self.sizes, strict=True)
         for index, (adoptee, way, offset, nbytes) in enumerate(places):
             if not nbytes:
                 continue
             storage = adoptee.storage
-            if way == "pool" and self._pool is not None:
+            if way == "pool":
                 self._pool.take(self._pool_numbers[index], storage)
                 continue
             home = self._device.view(self.addresses, offset, nbytes).untyped_storage()
+            is_swapped = (storage.data_ptr(), storage.nbytes()) == (home.data_ptr(), nbytes)
             if way == "rebind":
                 point_all((*adoptee.bases, *adoptee.aliases), home)
-            elif (storage.data_ptr(), storage.nbytes()) != (home.data_ptr(), nbytes):
+            elif not is_swapped:
                 storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
 
     def forget_adoptees(self) -> None:

@@ -311,7 +311,8 @@ class ManagedStorage(Storage):
                 self.make_host_copy_own(r)
 
     def make_host_copy_own(self, r: Range, changed: Sequence[int] = ()) -> None:
-        """Called before this process may write the host copy of a range: see `ReplicatedStorage`.
+        """Called before this process may write the host copy of a range, which other processes may
+        read, too. Only those of a `ReplicatedStorage` do: it gets a copy of its own then.
         `changed`: the pages that are about to be saved; empty: a caller may write anywhere.
         Raises HostMemoryError: other processes read the host copy, and there is no memory for one
         that this process may write."""
@@ -362,7 +363,8 @@ class ManagedStorage(Storage):
         fresh = []
         for adoptees, transient in ((born.lasting, False), (born.transient, True)):
             if adoptees:
-                # here its slab, to which bytes are on their way, outlives a failure of the next
+                # The list keeps the range alive if making the next one fails: bytes are on their
+                # way to its slab.
                 fresh.append(
                     self.adoption.new_range(adoptees, transient=transient, in_parts=in_parts)
                 )
@@ -406,6 +408,7 @@ class ManagedStorage(Storage):
         return fresh, any_lasts
 
     def _take_in_leaving(self, drops_gradients: bool) -> tuple[tuple[Range, ...], bool]:
+        """The part of `take_in_leaving` whose variables refer to storages."""
         scan = self.scanner.rescan(movable=True)
         self.scanner.note_places(scan)
         self.object_ranges.note_versions(self.scanner.versions)
@@ -424,6 +427,7 @@ class ManagedStorage(Storage):
             scan = self.scanner.rescan()
             device = self.device.torch_device
             fresh = self.take_in(scan.new_beside(device))
+            # new tensors that are on the device already get their places at the next offload
             storages = [adoptee.storage for adoptee in scan.new]
             self.unadopted = Unadopted.of(
                 [storage for storage in storages if storage.device == device]
@@ -467,7 +471,7 @@ class ManagedStorage(Storage):
             self.device.sync()
             self.stage = Stage.BEGUN
             self.set_ranges((*self.ranges, *fresh))
-            self.make_consistent(ChunkPool(self.device))
+            self.make_consistent(ChunkPool(self.device))  # has the new storages move in
             self.scanner.align_wrappers()
             self.count_uses()
 
@@ -533,6 +537,7 @@ class ManagedStorage(Storage):
         self.drop(dead, chunk_pool)
 
     def _begin_offload(self, chunk_pool: ChunkPool) -> None:
+        """Wait for readers of the host copy, and drop what need not be saved."""
         self.wait_for_host_readers()  # the offload will overwrite the host copy
         for r in self.ranges:
             r.pages.note_idle()

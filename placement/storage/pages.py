@@ -373,7 +373,8 @@ class Pages:
     # --- the table
 
     def _set(self, index: int, memory: Chunk | None, behind: Behind) -> None:
-        """Note the memory of a page and the addresses that it is behind."""
+        """Note the memory of a page and the addresses that it is behind: `NOWHERE` without memory.
+        Nothing else changes these, `own_bytes` or `aside_bytes`."""
         page = self.table[index]
         nbytes = self.sizes[index]
         if page.memory is not None and page.behind is Behind.ASIDE:
@@ -554,7 +555,14 @@ class ChunkPool:
             raise
         return tuple(chunks)
 
+    def stock(self, sizes: Sequence[int]) -> None:
+        """Have the pool hold chunks of all these sizes, so that `take` needs none of the driver."""
+        self.give(self.take(sizes))
+
     def _take_one(self, size: int) -> Chunk:
+        """A chunk from the pool, else from the driver. Where `room_bytes` or the device's memory is
+        used up, the driver gets back chunks of other sizes first. Raises DeviceMemoryError: there
+        is no memory even then."""
         chunks = self._chunks.get(size)
         if chunks:
             return chunks.popleft()

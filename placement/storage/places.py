@@ -129,7 +129,8 @@ class ObjectRanges:
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def places(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """The places in these ranges, by name."""
+        """The places in these ranges, by name, as of the last offload. An address has one entry,
+        because empty storages are not adopted."""
         entries = {}
         for r in ranges:
             for entry in r.placed:

@@ -35,16 +35,16 @@ class Range:
         self.layout = layout
         # used length. The rest of the last chunk is neither copied nor fingerprinted.
         self.nbytes = used_bytes(layout.nbytes)
-        # see `layout.chunk_sizes`
+        # full chunks, and a tail
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         self.pages = Pages(device, layout.addresses, self.chunk_sizes, self.nbytes, slab)
         self.used_sizes = self.pages.used_sizes
         self.starts = self.pages.starts
-        self.transient = transient
+        self.transient = transient  # whether its tensors come and go (gradients): see `Owned`
         # the storages that have still to move in; None once all have
         self.moving_in: tuple[Adoptee, ...] | None = moving_in
         self.placed: tuple[PlacedStorage, ...] = ()
-        self._by_storage: dict[int, PlacedStorage] | None = None
+        self._by_storage: dict[int, PlacedStorage] | None = None  # see `place_of`
         # the storages (`_cdata`) of `placed` and their `use_count`, once counted
         self.counted: tuple[list[int], list[int]] | None = None
         self.without_stray_references: tuple[object, ...] | None = None

@@ -103,6 +103,8 @@ class ReplicatedStorage(ManagedStorage):
     # --- loading
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
+        """Start copying chunks to the device. Of those of a shared range only this rank's parts are
+        copied: `complete` gets the rest. Returns the bytes."""
         if not isinstance(r, SharedRange):
             return super().bring(r, indices)
         if r.alone is None and not r.is_shared:
@@ -126,6 +128,8 @@ class ReplicatedStorage(ManagedStorage):
         return brought
 
     def complete(self) -> None:
+        """Get the parts of the other ranks: from these, where all ranks agreed on the change for
+        which this load was prepared, else over this rank's own link."""
         gathered: set[SharedRange] = set()
         if self._prepared == self._ranks.agreed_change:
             waiting = {r for r, _, _ in self._waiting}
@@ -199,6 +203,8 @@ class ReplicatedStorage(ManagedStorage):
     # --- a host copy of this rank's own
 
     def make_host_copy_own(self, r: Range, changed: Sequence[int] = ()) -> None:
+        """Have this rank read a host copy of its own from now on, with the same bytes, if the range
+        is shared. See `ManagedStorage.make_host_copy_own`."""
         with self._making_own:
             if not isinstance(r, SharedRange) or not r.is_shared:
                 return
@@ -236,6 +242,9 @@ class ReplicatedStorage(ManagedStorage):
     def adopt_shared(
         self, adoptees: Sequence[Adoptee]
     ) -> tuple[Sequence[Range], Sequence[Adoptee]]:
+        """See `ManagedStorage.adopt_shared`. The ranks share the frozen storages, all of a readonly
+        object. Raises RegistrationError: none is frozen, or `_shared_range` refuses them. The
+        caller tells the other ranks, which wait for this one."""
         frozen, own = list[Adoptee](), list[Adoptee]()
         for adoptee in adoptees:
             (frozen if self.readonly or _is_frozen(adoptee) else own).append(adoptee)

@@ -300,6 +300,8 @@ class StorageScanner:
         return self._is_as_before(unchanged, last)
 
     def _walk(self, *, movable: bool) -> _Walk:
+        """Walk over the object's tensors. Those that lie in storages of other handles become
+        `BORROWED`. Raises RegistrationError: one may not lie there."""
         walk = _Walk(self.adapter.owned(), self.ranges.all)
         sparse = list(self.adapter.sparse()) if movable else []
         if sparse:
@@ -340,7 +342,7 @@ class StorageScanner:
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage
         of each, and of each one's base, which autograd keeps with the view. A parameter that is
-        stepped is left out: its module counts it."""
+        stepped is left out: the `aliases` of its module have it."""
         tensors = {id(tensor): tensor for tensor in self.adapter.borrowed()}
         BORROWED.update(tensors.values())
         bases = [tensor._base for tensor in tensors.values() if tensor._base is not None]

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -93,9 +93,10 @@ class Comparison:
         return self._asked
 
     def take(self) -> tuple[range, list[int]]:
-        """The pages that were asked for, and those of them that differ from the host copy or may
-        differ."""
-        prints = self.ask()()
+        """Wait for the fingerprints of the next pages. Returns these pages, and those of them that
+        differ from the host copy, or may differ, because it has no fingerprints."""
+        wait_for_prints = self.ask()  # unless they were asked for ahead
+        prints = wait_for_prints()
         first = self._num_compared
         last = first + len(prints)
         self._num_compared = last
@@ -448,40 +449,17 @@ class Exchange:
                 holding.make_host_copy_own(r, dirty)
             r.pages.prints = None
         if not self._puts_aside:
-            departure.batches.extend(self._copy_out(r, indices))
+            self._enqueue_copies(departure, r, indices)
         dirty_bytes = r.pages.used_bytes_of(dirty)
         departure.copied_bytes += dirty_bytes
         departure.skipped_bytes += r.pages.used_bytes_of(indices) - dirty_bytes
 
-    def _copy_out(
-        self,
-        r: Range,
-        indices: range,
-    ) -> Iterator[tuple[Range, list[int]]]:
-        """Enqueue the copies of the dirty pages. Batches are short where coming pages wait for
-        their memory."""
-        is_awaited = bool(self._arrivals)
-        for newest, run in itertools.groupby(
-            indices, key=lambda index: r.pages.table[index].newest
-        ):
-            pages = [*run]
-            num_first = len(pages)
-            size = _CLEAN_BATCH
-            if newest is Side.DEVICE:
-                size = 1 if is_awaited else BATCH
-                # The last page of a range is vacated separately, once the link is idle: copying
-                # takes longer than vacating. A short one goes with the page before it, whose memory
-                # would be given back no sooner.
-                if not is_awaited and pages[-1] + 1 == len(r.chunk_sizes):
-                    num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
-                    num_first = max(0, num_first - num_last)
-            first_pages = pages[:num_first]
-            batches = [first_pages[start : start + size] for start in range(0, num_first, size)]
-            if num_first < len(pages):
-                batches.append(pages[num_first:])
-            for batch in batches:
-                r.pages.save(batch)
-                yield r, batch
+    def _enqueue_copies(self, departure: Departure, r: Range, indices: range) -> None:
+        """Enqueue the copies to the host of the dirty pages among these. Add all of these pages, in
+        batches, to those that `_vacate` takes away."""
+        for batch in _batches_of(r, indices, is_awaited=bool(self._arrivals)):
+            r.pages.save(batch)  # copies nothing of clean pages
+            departure.batches.append((r, batch))
 
     def _let_stay(self, departures: Sequence[Departure]) -> None:
         """Put the memory that stays aside: of each range the first pages, as far as there is room
@@ -504,7 +482,7 @@ class Exchange:
                     num_staying = 0
                 leaving.append((departure, r, range(num_staying, len(sizes))))
         for departure, r, indices in leaving:
-            departure.batches.extend(self._copy_out(r, indices))
+            self._enqueue_copies(departure, r, indices)
 
     def _limit_room(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]
@@ -521,6 +499,7 @@ class Exchange:
             self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, room_bytes)
 
     def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
+        """Commit the offloads, whose bytes are all on the host or aside. Returns their results."""
         results = {}
         for departure in departures:
             holding = departure.holding
@@ -551,6 +530,8 @@ class Exchange:
     def _load(
         self, holdings: Sequence[ManagedStorage], early: Mapping[ManagedStorage, int]
     ) -> dict[ManagedStorage, MoveResult]:
+        """Bring all pages that still wait, and commit the loads that do not wait for the group.
+        Returns the results. `early`: the bytes that had come before."""
         while self._arrivals:
             self._arrivals.bring_more()
             interrupts.check()
@@ -569,3 +550,28 @@ class Exchange:
             holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding])
             for holding in holdings
         }
+
+
+def _batches_of(r: Range, indices: range, *, is_awaited: bool) -> list[list[int]]:
+    """Cut pages of a range that leaves into batches to be vacated together, clean and dirty pages
+    apart. `is_awaited`: whether coming pages wait for the memory, so that dirty pages are vacated
+    one by one."""
+    batches = list[list[int]]()
+    for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
+        pages = [*run]
+        num_first = len(pages)
+        size = _CLEAN_BATCH
+        if newest is Side.DEVICE:
+            size = 1 if is_awaited else BATCH
+            # The last page of a range is vacated separately, once the link is idle: copying takes
+            # longer than vacating. A short one goes with the page before it, whose memory would be
+            # given back no sooner.
+            if not is_awaited and pages[-1] + 1 == len(r.chunk_sizes):
+                num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
+                num_first = max(0, num_first - num_last)
+        first_pages, last_pages = pages[:num_first], pages[num_first:]
+        for start in range(0, num_first, size):
+            batches.append(first_pages[start : start + size])
+        if last_pages:
+            batches.append(last_pages)
+    return batches

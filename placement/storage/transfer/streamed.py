@@ -271,19 +271,22 @@ class StreamedStep:
             raise
 
     def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
+        """Give the next bucket memory, and start the copies of its pages that have not come early.
+        Raises DeviceMemoryError, with nothing changed: there is no memory. After another error
+        `make_consistent` takes the pages back."""
         device = self.holding.device
         lacking = self._lacking(bucket)
         sizes = [r.chunk_sizes[index] for r, index in lacking]
         try:
-            chunk_pool.give(chunk_pool.take(sizes))  # from here on the pool has all of them
+            chunk_pool.stock(sizes)
         except DeviceMemoryError:
             device.trim()  # torch's cache may have what the driver lacks
-            chunk_pool.give(chunk_pool.take(sizes))
+            chunk_pool.stock(sizes)
         for r, run in page_runs(lacking):
             r.pages.put(run, chunk_pool)
             self._done.to_device_bytes += fill(device, [(r.pages, run)])
         for r, run in page_runs(bucket.chunks):
-            self._done.early_bytes += r.pages.show(run)
+            self._done.early_bytes += r.pages.show(run)  # those that came early are aside
         bucket.arrived = device.mark("to_device")
         self._fetched += 1
         self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())

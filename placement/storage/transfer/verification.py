@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import torch
 
 from placement.core.errors import IntegrityError, listed
-from placement.storage.fingerprints import differing, fingerprints
+from placement.storage.fingerprints import fingerprints
 from placement.storage.layout import byte_view
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
@@ -34,36 +34,35 @@ class Verifier:
     def check_host(
         self, holding: ManagedStorage, r: Range, chunks: range, prints: torch.Tensor
     ) -> None:
-        """Check that the host has the same bytes as the device, before the memory of an offload's
-        chunks is given up.
-        `chunks`: those that have arrived.
-        `prints`: the fingerprints that the host copy of the range must have."""
+        """Check that the bytes of an offload have arrived on the host, before the memory of these
+        chunks is given up. Raises IntegrityError if not: the handle stays on the device, and the
+        host copy is made good, now or by the next offload.
+        `chunks`: those whose copies are complete.
+        `prints`: the fingerprints of all chunks of the range that the host copy must have. They are
+        the device's, or for a readonly handle the earlier ones of the host copy."""
         first, last = chunks.start, chunks.stop
         bad = r.differing(prints[first:last], _of_host(r, first, last), first)
         if not bad:
             return
-        # Have the chunks written again: now if the object is readonly and no offload would do it,
-        # else by the next offload.
-        is_device_right = holding.readonly
-        for index in bad if holding.readonly else ():
-            device_prints = r.fingerprint(index, index + 1).cpu()
-            if differing(prints[index : index + 1], device_prints):
-                is_device_right = False
-        if is_device_right:
+        # no offload copies a readonly handle's chunks that are on the device as they were
+        if holding.readonly and _are_on_device(r, bad, prints):
             holding.device.copy(r.pages.copies(bad), "to_host")
             holding.device.wait(holding.device.mark("to_host"))
+            remedy = "they were copied again"
         else:
+            # the device's bytes count, also where those of a readonly handle changed
             r.pages.prints = None
             r.pages.note_changed(bad)
+            remedy = "its next offload copies them again"
         raise IntegrityError(
             f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy "
-            "after the offload. The handle stays on the device, complete; its next offload copies "
-            "them again."
+            f"after the offload. The handle stays on the device, complete; {remedy}."
         )
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
-        """Check the same, byte by byte, for new storages that have no place in a range yet, and
-        stay where they are if it raises."""
+        """Check, byte by byte, that the new storages of an offload have arrived on the host. Called
+        once their copies are complete, before they move into these ranges. Raises IntegrityError if
+        not: the storages stay where they are."""
         for r in fresh:
             for adoptee, offset in zip(r.moving_in or (), r.layout.offsets, strict=False):
                 sent = byte_view(adoptee.storage).cpu()
@@ -89,7 +88,8 @@ class Verifier:
                 continue
             spoilt = []
             for index in bad:
-                if differing(prints[index : index + 1], _of_host(r, index, index + 1)):
+                on_host = _of_host(r, index, index + 1)
+                if not torch.equal(on_host, prints[index : index + 1]):
                     spoilt.append(index)
             if not spoilt:
                 raise IntegrityError(
@@ -108,6 +108,16 @@ class Verifier:
                 "unregister it, load a checkpoint into the object, and register it again."
             )
             raise IntegrityError(holding.lost)
+
+
+def _are_on_device(r: Range, indices: Sequence[int], prints: torch.Tensor) -> bool:
+    """Whether the device's bytes of these chunks have the fingerprints in `prints`, which are those
+    of the whole range."""
+    for index in indices:
+        on_device = r.fingerprint(index, index + 1).cpu()
+        if not torch.equal(on_device, prints[index : index + 1]):
+            return False
+    return True
 
 
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:

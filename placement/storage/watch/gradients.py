@@ -53,18 +53,18 @@ class Gradients:
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when
         gradients are dropped."""
-        dead = self._adapter.lasting_gradients()
+        of_gradients = self._adapter.lasting_gradients()
         for part in self.tensors().values():
             if part.layout is torch.strided:
-                dead.add(part.untyped_storage()._cdata)
+                of_gradients.add(part.untyped_storage()._cdata)
         for owned in self._adapter.owned():
             if not owned.transient:  # a gradient may be a view of a lasting tensor
-                dead.discard(owned.tensor.untyped_storage()._cdata)
-        dead -= lent_gradients()
+                of_gradients.discard(owned.tensor.untyped_storage()._cdata)
+        of_gradients -= lent_gradients()
         ranges = []
         for r in [r for r in among if r.transient]:
             living = {entry.ref.cdata for entry in r.placed if not entry.ref.expired()}
-            if living <= dead:
+            if living <= of_gradients:
                 ranges.append(r)
         return tuple(ranges)
 
@@ -80,8 +80,8 @@ class Gradients:
                 buffer.detach().zero_()
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
-        """Zero the host copies of the ranges that hold the framework's lasting buffers: they will
-        load as zeros. Returns these ranges."""
+        """Zero the host copies of those of these ranges that hold gradient buffers that a framework
+        keeps: the buffers will load as zeros. Returns these ranges, which must not be dropped."""
         lasting = self._adapter.lasting_gradients()
         staying = []
         for r in dropped:

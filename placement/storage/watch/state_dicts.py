@@ -43,7 +43,7 @@ class StateDictTensors:
     def __init__(self, device: Device, ranges: ObjectRanges, *, readonly: bool) -> None:
         self._device = device
         self._ranges = ranges
-        self._readonly = readonly
+        self._readonly = readonly  # if so, writes into the host copy stay: see `came`
         # whether any tensor was ever handed out. Until then, nothing follows.
         self._was_used = False
         # plain tensors that were handed out, and the parts of wrappers
@@ -51,8 +51,8 @@ class StateDictTensors:
         self._wrappers: WeakIdSet[torch.Tensor] = WeakIdSet()
         # the storage over each address that was handed out, while it is alive
         self._storages: dict[int, StorageWeakRef] = {}
-        # how often all tensors were pointed elsewhere, which may miss a tensor that is just handed
-        # out: see `hand_out`
+        # how often all tensors were pointed elsewhere. That misses a tensor that another thread
+        # hands out meanwhile: `registration.state_dicts.hand_out` repeats that if this has changed.
         self.num_pointings = 0
         # new storages (`_cdata`) that an offload under way takes in. Their tensors follow by
         # themselves.
@@ -160,8 +160,9 @@ class StateDictTensors:
         return iter(self._tensors)
 
     def hand_out(self, tensor: torch.Tensor, *, from_host: bool) -> torch.Tensor:
-        """The tensor that a state dict may show for a live one, whose values are in the host copy
-        or not. A sparse one is copied."""
+        """The tensor that a state dict may show for a live one. It follows the handle from now on,
+        unless it is sparse: then it is a copy. `from_host`: whether the values are in the host
+        copy. Another thread may move them meanwhile: the caller looks at `num_pointings`."""
         self._note_used()
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
@@ -345,8 +346,8 @@ class StateDictTensors:
 
     def came(self) -> None:
         """Show the device. Views may still write into the host copy, so the next offload copies
-        every page there. That of a readonly object stays as they leave it: the next load takes the
-        fingerprints anew."""
+        every page there. The host copy of a readonly object stays as the views leave it: the next
+        load takes the fingerprints anew."""
         self.point_to_device()
         for r, _ in self.left_on_host():
             if self._readonly:
@@ -361,7 +362,7 @@ class StateDictTensors:
         if names:
             logger.warning(
                 "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and "
-                "somebody still holds them. The tensors themselves show the device now, these "
+                "are still alive. The tensors themselves show the device now, these "
                 "views show the host copy: they do not see what is changed from here on, and what "
                 "is written to them is %s. Take views anew in each phase, or clone() them",
                 self._ranges.name,
