@@ -232,7 +232,9 @@ def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
     try:
-        files = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        files = {}
+        for path in folder.glob("*.json"):
+            files[path.stem] = json.loads(path.read_text())
         incident, snapshot = files["incident"], files["snapshot"]
     except (OSError, ValueError, KeyError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
