@@ -75,7 +75,7 @@ class Engines(Participant):
     def _offload_surplus(self, engine: Handle, plan: Plan) -> bool:
         """Offload the tags that the plan does not want on the device. Returns whether there were
         any. The engine has been repaired before: its state agrees with its tags. It keeps its state
-        where some tags stay."""
+        where some of its tags stay on the device."""
         if not _has_surplus(engine, plan):
             return False
         residency, stays = _residency_of(engine), wanted_tags(engine, plan)

@@ -87,15 +87,15 @@ class Mover:
         self._strict = strict
         self._verifier = verifier
         self._while_copying = while_copying
-        # the chunks of the phase transition under way. It begins with those that the one before has
-        # left: none, except to go back where the group's decision is unknown.
+        # the chunks of the phase transition under way. The one before leaves it none, except where
+        # the group's decision is unknown: going back later needs them.
         self.chunk_pool = ChunkPool(device)
         self._exchange = Exchange(device, self.chunk_pool, verifier)
         """The exchange of the phase transition under way. Between two: one without room for a swap,
         by which repairs move."""
         self._sources: dict[Handle, Node] = {}
         """The handles that placement moves, and where they were when the phase transition began."""
-        # results of the exchange. The state transition of a handle takes its result out.
+        # results of the exchange, until the state transition of each handle takes its own out
         self._moved: dict[Handle, MoveResult] = {}
         self._complaints: list[Exception] = []
         """Errors to raise once the phase transition is complete. Raised at once, they would leave a
@@ -153,16 +153,17 @@ class Mover:
         adopt_dropped(t.handles.values())
 
     def go_back(self, cause: BaseException) -> None:
-        """After an error: bring every handle back to its source state. Where a handle's memory is
-        gone, the handle is in its target state, complete. After `CoordinatorLost` no handle goes
-        back. In both cases no load stays incomplete. Errors become notes of `cause`."""
+        """After an error: bring every handle back to its source state. A handle for which there is
+        no memory on the device any more is left offloaded, complete (see
+        `ManagedStorage.make_consistent`). After `CoordinatorLost` no handle goes back. In both
+        cases no load stays incomplete. Errors become notes of `cause`."""
         sources = self._sources
         if isinstance(cause, CoordinatorLost):
             failures = self.complete_loads(sources)
             self._sources = {}
             self._renew()  # keeps the freed chunks, so that going back later needs no new memory
         else:
-            self._note_lost_gradients(cause)
+            self._note_lost_gradients(cause)  # of the exchange that `_renew` replaces
             self._renew()  # the new exchange takes over the freed chunks, which are enough
             try:
                 failures = self._move_each_if_not_all(sources)

@@ -106,8 +106,8 @@ class OpenPhases:
     # --- what may be done with a phase
 
     def check_holder(self, name: str) -> None:
-        """Refuse to open phase `name` unless all open phases belong to this task, to this thread,
-        or to nobody."""
+        """Raise PhaseError unless all open phases belong to this task, to this thread, or to none
+        (`enter`). So a task may open phase `name` in one of its thread's, but not the reverse."""
         for phase in self.all:
             if phase.holder in (None, threading.current_thread()):
                 continue
@@ -471,7 +471,8 @@ class Phase:
         """End this phase and begin phase `name` in its place, in one phase transition.
 
         Handles that both phases need stay on the device; the others are offloaded and loaded at the
-        same time. After an error the phase stays open as it was.
+        same time. After an error the phase stays open as it was. In a group all ranks raise the
+        same GroupError in its place.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.

@@ -62,7 +62,7 @@ class Reconciler:
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
         """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:
-            self._participants.append(Verification(verifier))
+            self._participants.insert(0, Verification(verifier))
         self.has_engines = False  # whether a handle was registered that is an engine, or may be one
         self.set_vote(vote)
         # handles that are on the device although the last phase transition wanted them off it
@@ -185,8 +185,8 @@ class Reconciler:
         raises_changes: bool = True,
     ) -> list[Exception]:
         """Move every handle as far towards the plan as possible, and count those that wrongly stay
-        on the device. Returns `failures` and the errors.
-        `leaving`: tells the other ranks how far this one came.
+        on the device (`left_behind`). Returns `failures` and the errors.
+        `leaving`: tells the other ranks how far this one came, and adds the group's error.
         `raises_changes`: whether changes to offloaded handles are errors of this transition."""
         num_moves = self._journal.num_moves
         mover, participants = self._mover, [*self._participants]
@@ -218,8 +218,6 @@ class Reconciler:
         self.left_behind = () if transition.is_there else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)
         for participant in participants:
-            participant.commit(transition)
-        for participant in participants:
             try:
                 participant.finish(transition)
             except Exception as error:
@@ -229,7 +227,7 @@ class Reconciler:
             self._end_transition(name, num_moves)
         except Exception as error:  # the device failed
             transition.errors.append(error)
-        if leaving is not None or not transition.is_there:
+        if not transition.is_there:
             transition.errors += mover.complete_loads(self._handles.values())
         return transition.errors
 

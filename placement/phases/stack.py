@@ -115,11 +115,11 @@ class PhaseStack:
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the
-        device meanwhile."""
+        device meanwhile. Then prefetching goes on, which `_for_a_step` has paused."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
         handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
-        held_bytes = streamed.peak_bytes  # with its own
+        held_bytes = streamed.peak_bytes  # those of the stepped optimizer
         for other in self._handles.values():
             if other is not handle:
                 held_bytes += other.resident_bytes
@@ -160,7 +160,8 @@ class PhaseStack:
             self._change(phase, "enter", request)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
-        """End the innermost phase and begin another in its place: see `_change`."""
+        """End the innermost phase and begin another in its place: see `_change`. Raises PhaseError,
+        with nothing noted: `phase` is not open, or not the innermost."""
         with self.lock.transition():
             phases = self.phases
             phases.require_innermost(phase, f"switch to {name!r}")
@@ -335,6 +336,7 @@ class PhaseStack:
                     raise
 
     def _note_end(self, phase: OpenPhase) -> None:
+        """Measure, and note how much torch memory the phase has used beside the handles'."""
         self.reconciler.measure(phase.name)
         self._planner.note_memory_of_others_in(phase.name)
 
@@ -592,8 +594,8 @@ def _restore(stack: weakref.ref[PhaseStack], handle: Handle) -> None:
 
 def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:
     """Return the memory of dropped gradients to the driver: called by the thread that has dropped
-    the last reference. A phase transition under way, or the next one, does it otherwise. Torch
-    has not finished dropping the gradient: nothing inside may look at a parameter's."""
+    the last reference. Where that cannot be now, `has_unused` has the next phase transition do it.
+    Torch has not finished dropping the gradient: nothing inside may read a parameter's `.grad`."""
     if sys.is_finalizing() or (living := stack()) is None:
         return
     living.reconciler.has_unused = True

@@ -60,7 +60,8 @@ class Participant:
     """A part of a manager that takes part in phase transitions beside the handles.
 
     Every method does nothing unless a subclass overrides it. They are called in the order in which
-    they stand here, each for all participants in the order of their list.
+    they stand here, each for all participants in the order of their list. In an exit
+    the others are still called after an error of one.
     """
 
     def prepare(self, transition: Transition) -> None:
@@ -71,7 +72,7 @@ class Participant:
         go back. Not called in an exit."""
 
     def commit(self, transition: Transition) -> None:
-        """Every handle is where it stays: nothing goes back any more."""
+        """Every handle is where it stays: nothing goes back any more. Not called in an exit."""
 
     def finish(self, transition: Transition) -> None:
         """Where engines are still to be loaded, the memory that handles have given up is with the

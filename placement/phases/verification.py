@@ -12,6 +12,6 @@ class Verification(Participant):
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
 
-    def commit(self, transition: Transition) -> None:
+    def finish(self, transition: Transition) -> None:
         handles = transition.handles.values()
         self._verifier.note([h.holding for h in handles if h.holding is not None])

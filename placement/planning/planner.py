@@ -258,7 +258,8 @@ class Planner:
         return held_bytes
 
     def note_memory_of_others_in(self, phase: str) -> None:
-        """Remember how much memory others need in a phase. Called as it ends, after `measure`."""
+        """Remember how much torch memory others than the handles (activations) need in a phase.
+        Called as it ends, after `measure`."""
         self._others_bytes[phase] = max(
             self._reserved_by_others(), self._others_bytes.get(phase, 0)
         )

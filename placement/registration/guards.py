@@ -447,7 +447,8 @@ def _fields_of(obj: Any) -> Iterator[dict[Any, Any]]:
 class _Untouched(TorchDispatchMode):
     """Raises before an operation on tensors of some objects, unless it reads no value.
     `names`: words for the objects, by identity of their storage.
-    `stepped`: storages (`_cdata`) that may be read, but not written.
+    `stepped`: storages (`_cdata`) that may be read, but not written. An operation that writes one
+    of its tensors counts as writing all of them.
     `error`: raised with words for the tensors in place of "{}"."""
 
     def __init__(
@@ -482,23 +483,23 @@ class _Untouched(TorchDispatchMode):
 
 
 def install(handle: Handle, objects: Iterable[Any]) -> None:
-    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers), and add
+    """Put guards on a handle's key objects (see `Adapter.key_objects`) and on their parts, and add
     the guards to `handle.guards`."""
     # appended one by one: if one fails, `Registry.remove` removes all before it
     hooks: list[Any] = handle.guards
-    owner = Guard(handle).handle
+    weak_handle = Guard(handle).handle
     gathers = handle.adapter is not None and handle.adapter.gathers is not None
     objects = list(objects)
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
     load_guard = LoadGuard(handle)
     parts = (part for root in roots for part in root.modules())
-    guards: dict[torch.nn.Module, StateDictGuard] = dict.fromkeys(parts, PartGuard(handle))
-    guards |= dict.fromkeys(roots, StateDictGuard(handle))
-    for part, guard in guards.items():
+    on_state_dict: dict[torch.nn.Module, StateDictGuard] = dict.fromkeys(parts, PartGuard(handle))
+    on_state_dict |= dict.fromkeys(roots, StateDictGuard(handle))
+    for part, guard in on_state_dict.items():
         hooks.append(part.register_load_state_dict_pre_hook(load_guard))
         hooks.append(part.register_state_dict_post_hook(guard))
-        hooks.append(StateDictCall(owner, part, "state_dict"))
-        _install_zero_calls(owner, part, hooks)
+        hooks.append(StateDictCall(weak_handle, part, "state_dict"))
+        _install_zero_calls(weak_handle, part, hooks)
         if gathers:
             gather_guard = part.register_state_dict_pre_hook(GatherGuard(handle))
             hooks.append(gather_guard)
@@ -512,18 +513,18 @@ def install(handle: Handle, objects: Iterable[Any]) -> None:
                 _install_on_optimizer(handle, target, hooks)
         for target in handle.adapter.objects():
             for name in own_methods(target):
-                hooks.append(OwnMethodCall(owner, target, name))
+                hooks.append(OwnMethodCall(weak_handle, target, name))
     _install_on_calls(handle, roots, hooks)
 
 
 def _install_zero_calls(
-    owner: Callable[[], Handle | None],
+    weak_handle: Callable[[], Handle | None],
     target: Any,
     hooks: list[Any],
 ) -> None:
     for name in ("zero_grad", "zero_grad_buffer"):  # the second: Megatron's
         if callable(getattr(type(target), name, None)):
-            hooks.append(ZeroCall(owner, target, name))
+            hooks.append(ZeroCall(weak_handle, target, name))
 
 
 def _install_on_reading(

@@ -543,7 +543,8 @@ class Handle:
         adapter: Adapter,
         when_gone: Callable[[Handle], None],
     ) -> None:
-        """Bind the object. The reference is weak; `built_object` is a strong one."""
+        """Bind the object, by a weak reference: `Registry` sets `built_object` where a strong one
+        is needed. `when_gone`: called once the object was garbage-collected."""
         reference = weakref.ref(self)
 
         def note_gone(_: object) -> None:

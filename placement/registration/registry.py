@@ -200,8 +200,9 @@ class Registry:
     def _bind(
         self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None
     ) -> None:
-        """Make the object's storage, put guards on it, and attach it to the handle."""
-        adapter = self._adapter(handle, target, external)
+        """Make the object's storage, attach the object to the handle, and put guards on it. Raises
+        RegistrationError: the object is refused. After any error the caller calls `_unbind`."""
+        adapter = self._new_adapter(handle, target, external)
         if ranks is not None and (adapter.kind != "module" or adapter.external is not None):
             reason = f"it is an {adapter.kind}"
             if adapter.external is not None:
@@ -220,6 +221,7 @@ class Registry:
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
             modules = [owner.modules_adapter for owner in handle.owners]
+            # may make it external
             adapter.follow([module for module in modules if module is not None])
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
@@ -238,7 +240,7 @@ class Registry:
                 handle.streamed = StreamedOptimizer(
                     handle, holding, adapter, self._streaming, is_predictable=is_predictable
                 )
-            warning = None if self._has_warned else _captured_collectives()
+            warning = None if self._has_warned else _warning_of_captures()
             if warning is not None:
                 self._has_warned = True
                 logger.warning("%s", warning)
@@ -261,9 +263,10 @@ class Registry:
         handle.storage = engine.residency
         handle.built_object = engine
 
-    def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
-        """The adapter for the object's kind. Raises RegistrationError: the object is refused."""
-        if isinstance(target, TaggedEngine):
+    def _new_adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
+        """Make the adapter for the object's kind. The handle keeps an engine alive from now on.
+        Raises RegistrationError: the object is refused."""
+        if isinstance(target, TaggedEngine):  # a kind of `Engine`
             if external:
                 raise RegistrationError(
                     f"{handle.name!r}: the engine places its own memory itself; register it "
@@ -271,8 +274,8 @@ class Registry:
                 )
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            # There is no other reference if it was made in the call of register(). A `TaggedEngine`
-            # is kept by `_take_over`.
+            # An engine made in the call of register() has no other reference. A `TaggedEngine` is
+            # kept by `_take_over`.
             handle.built_object = target
             return EngineAdapter(
                 target,
@@ -365,7 +368,7 @@ def _holding_of(parameter: torch.Tensor) -> object:
     return None if part is None else RANGES.owner_of(part.untyped_storage().data_ptr())
 
 
-def _captured_collectives() -> str | None:
+def _warning_of_captures() -> str | None:
     """A warning that CUDA graphs with collectives may hang after a handle has moved: NCCL registers
     buffers by their physical memory. The content of a graph cannot be seen, so the warning comes
     whenever NCCL is in use."""
@@ -398,8 +401,7 @@ _WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class StepWatch:
-    """Keeps the global step hook installed while a handle, a module's or an optimizer's, is
-    registered."""
+    """Keeps the global step hook installed while any handle is registered."""
 
     _hook: torch.utils.hooks.RemovableHandle | None = None  # the one hook for all handles
 

@@ -140,8 +140,8 @@ class StreamedOptimizer:
         return self.measured().first_chunks
 
     def measured(self) -> Window:
-        """The memory of a streamed step of all parameters. Looks at every parameter, unless nothing
-        has changed since the last call."""
+        """The memory of a streamed step of all parameters. Looks at every parameter, unless the
+        state has the ranges, entries and unborn bytes of the last call."""
         window, ranges = self._window, self.storage.ranges
         facts = (self._adapter.num_entries(), self.storage.unborn_bytes)
         if (

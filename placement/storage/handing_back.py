@@ -175,6 +175,8 @@ def _can_have_another_storage(tensor: torch.Tensor) -> bool:
 
 
 def _tensors_of_the_process() -> Iterator[torch.Tensor]:
+    """All tensors that the garbage collector knows, and the gradients of leaves, which may be no
+    Python objects before they are asked for. Those inside torch.func have no storage: left out."""
     # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of
     # theirs.
     objects = gc.get_objects()

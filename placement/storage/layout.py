@@ -247,8 +247,9 @@ def move_out(
     homes: dict[int, torch.UntypedStorage],
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again. If the
-    target is the range's own device, every user of the storage follows. Otherwise `aliases` are
-    pointed to the new memory, and a tensor that is not among them stays in the range.
+    target is the range's own device, and torch can exchange memory, every user of the storage
+    follows. Otherwise `aliases` are pointed to the new memory, and a tensor that is not among them
+    stays in the range. torch.OutOfMemoryError: everything is as before.
     `content`: the bytes, uint8, of the storage's size.
     `homes`: the new memory of each storage, by its old address, for calls that name other aliases
     of the same storage."""

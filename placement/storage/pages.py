@@ -81,7 +81,8 @@ class Pages:
     """The page table of one range, which has these `addresses`.
     `sizes`: bytes of each page's memory: full chunks, and a tail.
     `used_bytes`: the part of them that has bytes; the rest of the last page is neither copied nor
-    fingerprinted."""
+    fingerprinted.
+    `host`: the memory of the host copy."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Pages:
         self.starts = tuple(index * device.chunk_bytes for index in range(len(sizes)))
         self.table = [Page() for _ in sizes]
         self.unused: set[int] = set()  # the pages in which nothing lies. They get no memory.
-        self.needed_bytes = sum(sizes)  # bytes of memory of all others
+        self.needed_bytes = sum(sizes)  # bytes of memory of all pages but the unused ones
         # bytes of memory behind the own addresses, or in hand between two mappings
         self.own_bytes = 0
         self.aside_bytes = 0
@@ -113,6 +114,7 @@ class Pages:
         # whether the thread of a prefetch may put memory aside for more pages at any time
         self.is_receiving = False
         self._stop: Callable[[int], object] = lambda _: None  # see `reserve_aside`
+        # the number of calls of `save`, and of those that `wait_until_saved` need not wait for
         self._num_saves = self._num_waited_for = 0
 
     # --- looking
@@ -331,7 +333,7 @@ class Pages:
                 self.put(self.without_memory(), chunk_pool)
                 fill(self._device, [(self, indices)])
                 self._device.order()
-            self.note_changed(indices)
+            self.note_changed(indices)  # an unused one has no memory to be saved from
             return
         unsaved = [index for index, page in enumerate(self.table) if page.newest is Side.DEVICE]
         if unsaved:

@@ -115,7 +115,8 @@ class ObjectRanges:
         self._add(places)
 
     def _add(self, places: Iterable[tuple[Owned, int]]) -> None:
-        """Add the address of each tensor's storage, and the tensor's form."""
+        """Add the address of each tensor's storage, the tensor's form, and its wrapper's
+        outline."""
         outlines: dict[int, Outline] = {}
         forms = {form: form for form in self._forms.values()}
         for owned, address in places:

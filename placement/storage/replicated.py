@@ -109,7 +109,7 @@ class ReplicatedStorage(ManagedStorage):
             return super().bring(r, indices)
         if r.alone is None and not r.is_shared:
             r.load_alone("it has a host copy of its own")
-        reason = self._ranks.gone
+        reason = self._ranks.obstacle
         if r.alone is None and reason is not None:
             self._give_up(r, reason)
         if r.alone is not None:
@@ -138,7 +138,7 @@ class ReplicatedStorage(ManagedStorage):
             self._prepare_nothing()
         try:
             self._gather(gathered)
-        except Exception as error:
+        except Exception as error:  # all ranges need the same process group
             for r in self._shared_ranges():
                 self._give_up(r, f"a collective failed: {error}")
             gathered = set()

@@ -103,12 +103,13 @@ class Ranks:
         )
 
     @property
-    def gone(self) -> str | None:
+    def obstacle(self) -> str | None:
         """Why no collective is possible any more; None while they are possible."""
         try:
             torch.distributed.get_process_group_ranks(self._process_group)
         except (KeyError, ValueError, RuntimeError):
             return "the process group was destroyed"
+        # A restarted rank with an old number is no obstacle: its word never says that it is ready.
         if (self.group.rank, self.group.world_size) != (
             self.shares.members[self.shares.rank],
             self._world_size,

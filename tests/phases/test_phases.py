@@ -13,6 +13,7 @@ import pytest
 
 import placement
 from placement import Handle, PhaseError, Plan, PolicyError
+from placement.storage.transfer.verification import Verifier
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_a_thread
 from tests.support.worker import (
@@ -389,6 +390,26 @@ def test_a_device_that_cannot_be_measured_is_a_note_on_the_users_exception(
 
 def _unmeasurable() -> None:
     raise RuntimeError("the driver does not answer")
+
+
+def test_host_copies_that_cannot_be_fingerprinted_are_a_note_on_the_users_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(verify="always")
+    mine = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train"):
+            monkeypatch.setattr(Verifier, "note", _unreadable)
+            raise mine
+    assert caught.value is mine
+    assert "the host copy cannot be read" in "".join(mine.__notes__)
+    monkeypatch.undo()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def _unreadable(verifier: Verifier, holdings: object) -> None:
+    raise RuntimeError("the host copy cannot be read")
 
 
 @pytest.mark.parametrize("mine", [None, ValueError("mine")])

@@ -397,10 +397,12 @@ class Exchange:
                 self._vacate(departure, waits=False)
 
     def _vacate(self, departure: Departure, *, waits: bool) -> None:
-        """Take away the memory of pages that are on the host (or wait for them), in order, and put
-        it behind pages that come."""
+        """Take away the memory of pages that are on the host, in order, and put it behind pages
+        that come. `waits`: also of those whose copies are under way, once these are complete;
+        otherwise stop at the first of them."""
         while departure.batches:
             r, indices = departure.batches[0]
+            # `save` alone has set it since `note_idle`: a copy may be under way
             if not waits and r.pages.table[indices[0]].copied is not None:
                 return
             departure.batches.popleft()
@@ -553,9 +555,9 @@ class Exchange:
 
 
 def _batches_of(r: Range, indices: range, *, is_awaited: bool) -> list[list[int]]:
-    """Cut pages of a range that leaves into batches to be vacated together, clean and dirty pages
-    apart. `is_awaited`: whether coming pages wait for the memory, so that dirty pages are vacated
-    one by one."""
+    """Cut pages of a range that leaves into batches to be vacated together, clean pages apart from
+    dirty ones, which are newest on the device. `is_awaited`: whether coming pages wait for the
+    memory, so that dirty pages are vacated one by one."""
     batches = list[list[int]]()
     for newest, run in itertools.groupby(indices, key=lambda index: r.pages.table[index].newest):
         pages = [*run]
@@ -564,8 +566,8 @@ def _batches_of(r: Range, indices: range, *, is_awaited: bool) -> list[list[int]
         if newest is Side.DEVICE:
             size = 1 if is_awaited else BATCH
             # The last page of a range is vacated separately, once the link is idle: copying takes
-            # longer than vacating. A short one goes with the page before it, whose memory would be
-            # given back no sooner.
+            # longer than vacating. A short one is copied before the page ahead of it is vacated, so
+            # the two go together.
             if not is_awaited and pages[-1] + 1 == len(r.chunk_sizes):
                 num_last = 2 if r.chunk_sizes[-1] < _SHORT_BYTES else 1
                 num_first = max(0, num_first - num_last)

@@ -66,7 +66,7 @@ class Bucket:
 
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes`, or of one piece. A chunk that the bucket
-    before has counts for that one."""
+    before has, too, takes none of these bytes: it is on the device already."""
     firsts = [0] if pieces else []
     nbytes = 0
     chunks_before = set[RangeChunk]()  # those of the bucket before
@@ -173,7 +173,8 @@ class StreamedStep:
     _before: frozenset[int] = frozenset()
     """The storages (`_cdata`) of state outside the ranges when the step begins: a later bucket may
     step with it, so it is taken in last."""
-    _is_tight: bool = False  # whether the device lacks memory for buckets ahead
+    # whether the device has lacked memory for a bucket ahead: from then on none comes ahead
+    _is_tight: bool = False
     _done: Streamed = field(default_factory=Streamed)
 
     def run(self) -> Streamed:
@@ -292,6 +293,7 @@ class StreamedStep:
         self._done.peak_bytes = max(self._done.peak_bytes, self._live_bytes())
 
     def _live_bytes(self) -> int:
+        """Device bytes of the state now, with what the buckets there will create."""
         buckets = self._buckets[self._vacated : self._fetched]
         return self.holding.chunk_bytes + sum(bucket.unborn_bytes for bucket in buckets)
 

@@ -80,13 +80,14 @@ class Gradients:
                 buffer.detach().zero_()
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
-        """Zero the host copies of those of these ranges that hold gradient buffers that a framework
-        keeps: the buffers will load as zeros. Returns these ranges, which must not be dropped."""
+        """Gradients become None, and `dropped` are their ranges. Where a framework keeps a buffer
+        in one, zero its host copy: the buffer will load as zeros. Returns those ranges, which must
+        not be dropped."""
         lasting = self._adapter.lasting_gradients()
         staying = []
         for r in dropped:
-            living = {entry.ref.cdata for entry in r.placed if not entry.ref.expired()}
-            if not living.isdisjoint(lasting):
+            storages = {entry.ref.cdata for entry in r.placed if not entry.ref.expired()}
+            if not storages.isdisjoint(lasting):
                 r.note_written()
                 r.view(0, r.nbytes).zero_()
                 staying.append(r)

@@ -346,8 +346,8 @@ class StateDictTensors:
 
     def came(self) -> None:
         """Show the device. Views may still write into the host copy, so the next offload copies
-        every page there. The host copy of a readonly object stays as the views leave it: the next
-        load takes the fingerprints anew."""
+        every page there; into a shared one no view may write. The host copy of a readonly object
+        stays as the views leave it: `commit_load` of the next load takes its fingerprints anew."""
         self.point_to_device()
         for r, _ in self.left_on_host():
             if self._readonly:

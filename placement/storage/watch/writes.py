@@ -163,9 +163,10 @@ class Watch:
             raise IntegrityError(message(changes))
 
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
-        """Name and bytes of all storages that are not where they should be: relocated ones, and
-        those of tensors that were replaced or torn apart. On the device, only a module's new tensor
-        with the name of an adopted one is drift: loading replaces an optimizer's state."""
+        """Name and bytes of all storages that are not where they should be, for `audit`: relocated
+        ones, those that a framework uses in place of the module's, and the object's new ones. On
+        the device, only a module's new tensor with the name of an adopted one is drift: loading
+        replaces an optimizer's state. Off it, so are tensors that the last look found replaced."""
         ranges = self._ranges.all
         adapter = self._scanner.adapter
         drifted = list[tuple[str, int]]()
