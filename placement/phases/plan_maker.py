@@ -58,7 +58,7 @@ class PlanMaker:
                     self._registry.build(handle)
                     view, plan = self.ask(request)  # ask again, because its size is known only now
             self.latest = plan = self.agreed(request, plan)
-            room_bytes = check_fits(view, plan, self._planner.other_rank(request.name))
+            room_bytes = check_fits(view, plan, self._planner)
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise

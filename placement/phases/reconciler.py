@@ -131,7 +131,7 @@ class Reconciler:
         the ranks that share a handle."""
         self.measure(name)
         view = self.planner.view(name, None, kept)
-        room_bytes = check_fits(view, plan, self.planner.other_rank(name))
+        room_bytes = check_fits(view, plan, self.planner)
         participants = self._participants
         if agree is not None and self._vote is not None:
             participants = [*participants, Ranks(agree, self._vote.propose)]

@@ -86,7 +86,8 @@ class Planner:
     The budget of a phase is the user's number. Without one it is the free memory plus the bytes
     that the handles hold, minus the bytes that others need. Others are activations and the
     framework; their need is that seen in this phase so far. Before a phase has run once, the
-    fraction `HEADROOM` is left free instead.
+    fraction `HEADROOM` is left free instead. That is a guess: it decides what stays, but a plan
+    that fits without it is carried out (`limit_bytes`).
     """
 
     def __init__(
@@ -210,15 +211,30 @@ class Planner:
         if self._settings.budget_bytes is not None and not measured:
             return self._settings.budget_bytes
         handles = [*self._handles.values()] if views is None else views
-        available = self.memory.free_bytes + self._born_bytes
-        for handle in handles:
-            if not handle.external:  # it can leave to make room
-                available += handle.resident_bytes
+        available_bytes = self._available_bytes(handles)
         others_bytes = self._others_bytes.get(phase)
         if others_bytes is None:
-            return int(available * (1 - HEADROOM))
+            return int(available_bytes * (1 - HEADROOM))
         missing_bytes = max(0, others_bytes - self._reserved_by_others())
-        return max(0, available - missing_bytes)
+        return max(0, available_bytes - missing_bytes)
+
+    def _available_bytes(self, handles: Iterable[Handle | HandleView]) -> int:
+        """Device bytes that are free, or that handles hold which can leave."""
+        available_bytes = self.memory.free_bytes + self._born_bytes
+        for handle in handles:
+            if not handle.external:
+                available_bytes += handle.resident_bytes
+        return available_bytes
+
+    def limit_bytes(self, view: View) -> int:
+        """Device bytes that a plan may take: the budget, and before the phase has run once
+        everything that is available. The least budget of a group lacks the headroom, too."""
+        if self._settings.budget_bytes is not None or view.phase in self._others_bytes:
+            return view.budget_bytes
+        limit_bytes = self._available_bytes(view.handles.values())
+        if self.least is not None:
+            limit_bytes = min(limit_bytes, int(self.least.budget_bytes / (1 - HEADROOM)))
+        return limit_bytes
 
     def other_rank(self, phase: str) -> int | None:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this
@@ -485,16 +501,21 @@ def unknown_handle(name: object, handles: Iterable[str]) -> str:
     return f"no handle {name!r}{advice}"
 
 
-def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
+def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
     """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget
     leaves beside those that are held now.
 
-    `other_rank` is the rank of the group whose budget applies; None: this process's own. Raises
+    `planner` knows the budgets of a running job; None: that of the view applies. Raises
     DeviceMemoryError, with a table of bytes that each handle holds and wants.
     """
     needed_bytes = view.bytes_of(plan)
+    limit_bytes = view.budget_bytes
+    other_rank = None
     own = [handle for handle in view.handles.values() if not handle.external]
-    if needed_bytes <= view.budget_bytes:
+    if needed_bytes > limit_bytes and planner is not None:
+        limit_bytes = planner.limit_bytes(view)
+        other_rank = planner.other_rank(view.phase)
+    if needed_bytes <= limit_bytes:
         resident_bytes = sum([handle.resident_bytes for handle in own])
         return max(0, view.budget_bytes - resident_bytes)
     if other_rank is not None:
@@ -511,7 +532,7 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     )
     error = DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(needed_bytes)} on the device, the budget is "
-        f"{mib(view.budget_bytes)}.\n{table}\n"
+        f"{mib(limit_bytes)}.\n{table}\n"
         f'Name the handles that it needs together: manager.phase("{view.phase}", only=[...]), or '
         "raise budget_bytes."
     )

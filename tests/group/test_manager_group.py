@@ -164,8 +164,9 @@ def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small
     ]
     for told in in_threads(*(rank.told for rank in ranks)):
         assert list(told.failures) == [small]
-        number = 6 << 20 if how == "budget" else int((6 << 20) * 0.8)
-        assert f"{number:,} bytes" in told.failures[small]
+        # its own number, or what the other ranks heard of it: a device's before the first phase
+        numbers = {6 << 20} if how == "budget" else {6 << 20, (6 << 20) - 1, int((6 << 20) * 0.8)}
+        assert any(f"{number:,} bytes" in told.failures[small] for number in numbers)
         assert "needs 8.0 MiB" in told.failures[small]
         assert "raise budget_bytes" in told.failures[small]
 

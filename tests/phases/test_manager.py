@@ -317,3 +317,26 @@ def test_the_users_exception_leaves_a_phase_even_where_newborn_state_cannot_be_m
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
     assert worker.manager.audit().ok
+
+
+# --- memory without a budget
+
+
+def test_a_first_phase_may_take_what_the_headroom_leaves_to_others() -> None:
+    model = torch.nn.Linear(1024, 4608, bias=False)  # 18 MiB
+    manager = Manager(device=SimulatedDevice(20 << 20))
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        assert actor.resident_bytes == 18 << 20
+    assert manager.audit().ok
+    manager.close()
+
+
+def test_a_first_phase_is_refused_what_the_device_does_not_have() -> None:
+    model = torch.nn.Linear(1024, 4608, bias=False)  # 18 MiB
+    manager = Manager(device=SimulatedDevice(17 << 20))
+    manager.register("actor", model, role="actor")
+    with pytest.raises(DeviceMemoryError, match=r"needs 18.0 MiB .* the budget is 17.0 MiB"):
+        manager.phase("log_prob").__enter__()
+    assert manager.audit().ok
+    manager.close()
