@@ -274,7 +274,7 @@ def test_what_left_comes_back(leaves: str, how: str, begin: Begin) -> None:
 
     between = {"cold": cold, "twice": twice, "staged": staged, "failed": failed}[how]
     hosts = set()
-    for _ in range(1 if how == "cold" else 3):
+    for _ in range(1 if how == "cold" else 2):
         assert leave_and_come(run, leaves, between) == says
         hosts.add(run.shown.host_bytes)
     assert len(hosts) == 1

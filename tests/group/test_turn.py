@@ -31,6 +31,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.processes import Process, Processes
 from tests.group.turn_processes import CAPACITY, CHUNK, Sharer, turn_of
 from tests.support.forked import exit_code
+from tests.support.forked import processes as forked_processes
 from tests.support.threads import on_all
 
 
@@ -523,9 +524,13 @@ def test_a_holder_file_that_is_damaged_costs_a_name(sharer: Sharer) -> None:
             other.take("train")
 
 
-def test_the_example_of_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_two_processes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from examples.shared_gpu import main
 
+    # it spawns its processes for CUDA's sake; these have their imports already
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: forked_processes)
     assert main() == [0, 0]
     lines = sorted(capfd.readouterr().out.splitlines())
     assert [line.split(",")[0] for line in lines] == ["rollout: 3 phases", "trainer: 3 phases"]

@@ -44,10 +44,7 @@ UNLIKE_OTHERS = (
 """Rotary frequencies that change, tied weights, a decoder alone, experts, state spaces, shared
 layers, a part of a larger model."""
 
-DIVERGING = (
-    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "bloom", "falcon", "bert", "bart"),
-    *("gemma", "glm4", "granite", "llama", "mistral", "opt", "phi", "qwen2"),
-)
+DIVERGING = ("gpt2", "bloom", "bart", "glm4", "llama")
 
 _TUNER = {
     "task_type": "CAUSAL_LM",

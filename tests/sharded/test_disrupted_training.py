@@ -116,7 +116,7 @@ def _broken_off(
 ) -> None:
     """Steps that are given up half-way between steps that are not; training goes on as if they had
     not been tried."""
-    for number in range(3):
+    for number in range(2):
         stage.step(number)
         if stage.manager is None:
             continue
@@ -156,7 +156,7 @@ def backward_raises(stage: Stage) -> None:
 
 def graph_over_a_transition(stage: Stage) -> None:
     """Forward in one phase, backward in the next, the optimizer's step in a third."""
-    for number in range(3):
+    for number in range(2):
         with stage.phase("train"):
             loss = stage.program.loss(number)
             stage.see(loss)
@@ -201,7 +201,12 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     ("script", "name"),
     [
-        pytest.param(script, name, id=f"{script.__name__}-{name}")
+        pytest.param(
+            script,
+            name,
+            id=f"{script.__name__}-{name}",
+            marks=[pytest.mark.slow] if name == "fsdp1_flat" else [],
+        )
         for script, names in SCRIPTS.items()
         for name in names
     ],

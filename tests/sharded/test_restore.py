@@ -27,6 +27,7 @@ from tests.sharded import (
 from tests.sharded.test_fsdp1 import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
+from tests.support.sweeps import few
 
 STEPS = 2
 """One before the optimizer has state, and one after."""
@@ -171,7 +172,20 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        CASES,
+        "fsdp2",
+        "fsdp2, gradients not reduced",
+        "fsdp2, two dimensions",
+        "tensor parallel",
+        "fsdp1",
+        "fsdp1, flat",
+        "ddp",
+        "bitsandbytes",
+    ),
+)
 def test_trains_on(two_ranks: Ranks, name: str) -> None:
     assert all(two_ranks.run(trains_on, *CASES[name]))
 

@@ -38,11 +38,11 @@ from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
-STEPS = 20 if os.environ.get("SWEEP") == "all" else 3
-"""Enough for the first step, in which state is born, and for two synchronisations of weights with a
-step in between."""
+STEPS = 20 if os.environ.get("SWEEP") == "all" else 2
+"""Enough for the first step, in which state is born, and for a synchronisation of weights between
+it and the second."""
 SYNC_EVERY = 2
-"""Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
+"""Weights are synchronised in one step of so many, as an asynchronous trainer does it."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Program:
     cross a phase transition."""
 
     def phases_of(self, step: int) -> list[tuple[str, str]]:
-        return [each for each in self.phases if each[0] != "weight_sync" or step % SYNC_EVERY == 0]
+        return [each for each in self.phases if each[0] != "weight_sync" or step % SYNC_EVERY]
 
     # --- a step
 

@@ -19,8 +19,10 @@ _TOGETHER = {
     "programs": (
         "tests/phases/test_processes.py",
         "tests/devices/test_host.py",
+        "tests/devices/test_host_files.py",
         "tests/devices/test_host_reserve.py",
         "tests/observe/test_logs.py",
+        "tests/sharded/test_async_checkpoint.py",
     ),
     "peft": (
         "tests/sharded/test_checkpoint.py",

@@ -263,9 +263,9 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(
     ("keywords", "role"),
     [
         ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
-        ({"policy": "resident"}, "actor"),
+        pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.slow),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
-        ({"model_type": "value_model"}, "critic"),
+        pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.slow),
     ],
     ids=["streamed", "resident", "reference without flags", "critic"],
 )
