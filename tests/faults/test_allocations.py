@@ -195,7 +195,9 @@ def a_few_phases(worker: FaultyWorker) -> None:
         step.switch("log_prob")
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize(
+    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+)
 @pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed_with_prefetch(
     operation: str, forever: bool, counted: Callable[[str], None]

@@ -219,7 +219,7 @@ def only_a_layer_learns(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        ("colocated", {"optim": "sgd"}),
+        pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.slow),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
         ("colocated('streamed')", {}),
@@ -287,7 +287,13 @@ def test_settings_come_from_the_environment(
     assert_nothing_resident(ours.manager)
 
 
-@pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
+@pytest.mark.parametrize(
+    "policy",
+    few(
+        ["resident", "colocated('optimizer_step', drop_gradients=True)"],
+        "colocated('optimizer_step', drop_gradients=True)",
+    ),
+)
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
     train_both(
@@ -776,7 +782,7 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     )
 
 
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("is_given", few([True, False], False))
 def test_vllm_that_sleeps(
     folder: str,
     tmp_path: Path,

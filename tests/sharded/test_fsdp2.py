@@ -56,7 +56,6 @@ PROGRAMS = {
         "gradients not reduced",
         "two dimensions",
         "within tensor parallel",
-        "tensor parallel, foreach",
     ),
 )
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
@@ -198,7 +197,7 @@ def _make() -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("way", ["assigned", "child"])
+@pytest.mark.parametrize("way", few(["assigned", "child"], "assigned"))
 @on_ranks("two_ranks")
 def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(way: str) -> None:
     model, optimizer = _make()
@@ -230,7 +229,10 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
     return torch.compile(model, backend=counter), counter  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
+@pytest.mark.parametrize(
+    ("form", "called_before"),
+    [pytest.param("blocks", False, marks=pytest.mark.slow), ("wrapper", True)],
+)
 @on_ranks("two_ranks")
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(
     form: str, called_before: bool

@@ -191,7 +191,12 @@ def test_trains_on(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)], ids=str
+    "kind",
+    few(
+        [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)],
+        megatron_worker.Kind(),
+    ),
+    ids=str,
 )
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:
     """The parameters are cut from a buffer that stays behind, and the optimizer has shards of

@@ -83,7 +83,7 @@ def test_what_hooks_compute_of_sharded_parameters() -> None:
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("kind", few(["fsdp2", "tp", "lora"], "fsdp2", "tp"))
+@pytest.mark.parametrize("kind", few(["fsdp2", "tp", "lora"], "fsdp2"))
 @on_ranks("two_ranks")
 def test_a_held_state_dict_follows_a_sharded_handle(kind: str) -> None:
     """State dicts taken in one state and held through all others: the same objects, with what the

@@ -334,7 +334,7 @@ KINDS: dict[str, dict[str, Any]] = {
 FSDP2 itself."""
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "fsdp2", "fsdp"))
+@pytest.mark.parametrize("kind", few(KINDS, "fsdp2"))
 @on_ranks("two_ranks")
 def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, kind: str) -> None:
     """Steps of both; then each loads the other's checkpoint and goes on."""
@@ -389,6 +389,7 @@ def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     assert all(mine[name] != value for name, value in first.items())
 
 
+@pytest.mark.slow
 @on_ranks("two_ranks")
 def test_lora(model: Path) -> None:
     needs("peft")
@@ -517,7 +518,7 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+@pytest.mark.parametrize("lr", few([1e-6, 1e-2], 1e-6))
 def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr: float) -> None:
     """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the
     actor."""
