@@ -19,15 +19,15 @@ from torch.distributed.fsdp import fully_shard
 from placement import IntegrityError, Manager, NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.frameworks import needs
+from tests.support.frameworks import Later, needs
 from tests.support.ranks import Ranks
 from tests.support.worker import make_manager
 
 peft = needs("peft")
 transformers = needs("transformers")
 safetensors = needs("safetensors.torch")
-hotswap = needs("peft.utils.hotswap")
-intruders = needs("peft.tuners.lora.intruders")
+hotswap = Later("peft.utils.hotswap")
+intruders = Later("peft.tuners.lora.intruders")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """transformers and PEFT warn of each other."""
