@@ -30,14 +30,14 @@ from tests.engines.standin import (
 from tests.support.sweeps import few
 
 SIZES = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
-every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523, Sglang059])
-every_vllm = pytest.mark.parametrize("kind", [Vllm033, Vllm024])
-every_sglang = pytest.mark.parametrize("kind", [Sglang0523, Sglang059])
-
-
-@pytest.mark.parametrize(
+every_server = pytest.mark.parametrize(
     "kind", few([Vllm033, Vllm024, Sglang0523, Sglang059], Vllm033, Sglang0523)
 )
+every_vllm = pytest.mark.parametrize("kind", few([Vllm033, Vllm024], Vllm033))
+every_sglang = pytest.mark.parametrize("kind", few([Sglang0523, Sglang059], Sglang0523))
+
+
+@every_server
 @pytest.mark.parametrize("weights", ["keep", "discard"])
 def test_each_transition_has_on_the_device_what_it_says(
     kind: Any, weights: str, start: Start

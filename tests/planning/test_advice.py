@@ -98,7 +98,7 @@ class Job:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         simulated = SimulatedDevice(
-            self.capacity_bytes, chunk_bytes=64 << 10, bandwidth_bytes_per_second=RATE
+            self.capacity_bytes, chunk_bytes=256 << 10, bandwidth_bytes_per_second=RATE
         )
         self.manager = Manager(
             device=simulated, policy=self.policy, budget_bytes=self.budget_bytes, group=self.group
