@@ -186,12 +186,16 @@ def test_a_rank_at_every_step(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "fault",
-    ["board killed", pytest.param("board stopped", marks=pytest.mark.slow)],
+    ("fault", "rank"),
+    [
+        ("board killed", 0),
+        pytest.param("board killed", 1, marks=pytest.mark.slow),
+        pytest.param("board stopped", 0, marks=pytest.mark.slow),
+    ],
 )
-def test_the_board_at_every_step(fault: str, counted: Callable[[str], None]) -> None:
+def test_the_board_at_every_step(fault: str, rank: int, counted: Callable[[str], None]) -> None:
     """With SWEEP=all at the steps of every rank: a stopped board costs each of them seconds."""
-    cases = [Case(fault, *step) for step in STEPS if step[0] == 0 or EVERYTHING]
+    cases = [Case(fault, *step) for step in STEPS if step[0] == rank or EVERYTHING]
     seen = sweep(cases, None)
     assert all(
         any(verdict == "doubt" for events in ranks for _, verdict in events) for ranks in seen
