@@ -255,6 +255,7 @@ def compare(
                     name: max(peaks[name], handle.resident_bytes - handle.prefetched_bytes)
                     for name, handle in managed.handles.items()
                 }
+            assert managed.device.memory().chunk_bytes == 0
             assert_off(managed)
             assert_away(managed, program)
             assert seen[-1] == losses[len(seen) - 1], (

@@ -39,6 +39,8 @@ _TOGETHER = {
         "tests/integrations/test_tensorboard.py",
         "tests/integrations/test_causal_models.py",
         "tests/integrations/test_demo.py",
+        "tests/integrations/verl/test_bench_inputs.py",
+        "tests/forecasting/test_forecast_truth.py",
         "tests/docs/test_code_blocks.py",
         "tests/publish/test_publish_checkpoint_names.py",
         "tests/frameworks/test_compiled.py",
