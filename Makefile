@@ -39,7 +39,7 @@ test:
 
 # By these the next runs are ordered: what takes long begins first.
 durations:
-	@$(MAKE) --no-print-directory test ARGS="--record-durations --slow $(ARGS)"
+	@$(MAKE) --no-print-directory test ARGS="--record-durations $(ARGS)"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

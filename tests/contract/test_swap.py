@@ -318,7 +318,7 @@ def test_a_burst_grows_under_the_last_ones_copies_and_crosses_ranges() -> None:
 COUNTS = st.sampled_from([1, 2, 9, 17, 30])
 
 
-@settings(max_examples=100 if os.environ.get("SWEEP") == "all" else 8, deadline=None)
+@settings(max_examples=100 if os.environ.get("SWEEP") == "all" else 5, deadline=None)
 @given(
     counts=st.tuples(COUNTS, COUNTS),
     chunk_pages=st.sampled_from([1, 2, 5, 64]),

@@ -10,8 +10,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from tests.checkpoint.test_saving import late_worker
 from tests.planning.test_prefetch import ALL
 from tests.registration.test_streamed_optimizer import Pair, adamw
 from tests.support.forked import exit_code
+from tests.support.programs import Programs
 from tests.support.threads import until
 from tests.support.worker import CAPACITY, Worker, assert_same, batch, learn, net
 
@@ -308,7 +307,7 @@ def test_state_that_is_born_later_and_finds_no_room_stays_on_the_device(tmp_path
 # --- the end of a process
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(programs: Programs, tmp_path: Path) -> None:
     program = f"""
 import os, signal, torch, placement
 from placement.testing import SimulatedDevice
@@ -319,8 +318,8 @@ handle = manager.register("actor", torch.nn.Linear(256, 256), role="actor")
 assert handle.disk_bytes > 256 * 256 * 4
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = programs.run(program)
+    assert ended.status == -signal.SIGKILL, ended.errors
     assert [*tmp_path.iterdir()] == []
 
 

@@ -239,7 +239,7 @@ def register(address, nbytes):
 def unregister(address):
     if not begun.is_set():
         print("driver call")
-slab = host.Slab(16 << 20, register, unregister)
+slab = host.Slab(4 << 20, register, unregister)
 begun.wait()
 {ending}
 """

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -324,7 +326,7 @@ _OF_A_WORKER = (
 
 def methods(file: Path, name: str, wanted: Iterable[str]) -> Any:
     """A class of a file, with these of its methods only: the rest needs all of vLLM."""
-    found = _class(file.read_text(), name)
+    found = copy.copy(_class(file.read_text(), name))
     found.body = [
         each for each in found.body if isinstance(each, ast.FunctionDef) and each.name in wanted
     ]
@@ -344,6 +346,7 @@ def methods(file: Path, name: str, wanted: Iterable[str]) -> Any:
     return given[name]
 
 
+@functools.cache
 def _class(source: str, name: str) -> ast.ClassDef:
     return next(
         each

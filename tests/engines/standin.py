@@ -43,26 +43,17 @@ class Memory:
         self._device = SimulatedDevice(
             self.capacity_bytes, chunk_bytes=self.chunk_bytes, shared_with=shared
         )
-        self._chunks: dict[str, list[Chunk]] = {}
+        self._chunks: dict[str, Chunk] = {}
         self.is_moving = True
         for tag in tags:
             self.take(tag)
 
     def take(self, tag: str) -> None:
-        chunks: list[Chunk] = []
-        try:
-            for _ in range(self.tag_bytes[tag] // self.chunk_bytes):
-                chunks.append(self._device.create(self.chunk_bytes))
-        except DeviceMemoryError:
-            for chunk in chunks:
-                self._device.release(chunk)
-            raise
-        self._chunks[tag] = chunks
+        self._chunks[tag] = self._device.create(self.tag_bytes[tag])
 
     def give(self, tag: str) -> None:
         if self.is_moving:
-            for chunk in self._chunks.pop(tag):
-                self._device.release(chunk)
+            self._device.release(self._chunks.pop(tag))
 
     @property
     def tags(self) -> set[str]:

@@ -29,6 +29,7 @@ from placement.publish.buckets import publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded import one_of_each, test_quantized, training
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
 # --- on ranks: an engine around a module of each framework, fed by an actor of each; tests/gpu runs
@@ -197,7 +198,11 @@ def refuses_what_it_should(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [name for name in MADE if name not in ("plain", "compiled", "ddp")]
+    "engine",
+    few(
+        [name for name in MADE if name not in ("plain", "compiled", "ddp")],
+        *("ddp_apart", "fsdp2", "cpu_offload", "fsdp1_flat", "tensor_parallel"),
+    ),
 )
 def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(
     two_ranks: Ranks, engine: str

@@ -47,7 +47,7 @@ class Spanning(TaggedEngine):
     def _take(self, tag: str) -> None:
         taken = self._chunks[tag] = []
         for device in self._devices:
-            taken += [(device, device.create(CHUNK)) for _ in range(TAGS[tag] // CHUNK)]
+            taken.append((device, device.create(TAGS[tag])))
 
     def drain(self) -> None:
         pass

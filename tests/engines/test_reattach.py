@@ -20,8 +20,11 @@ from placement import (
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Start
 from tests.engines.standin import Sglang0523, Sglang059, Vllm024, Vllm033
+from tests.support.sweeps import few
 
-every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523])
+every_server = pytest.mark.parametrize(
+    "kind", few([Vllm033, Vllm024, Sglang0523], Vllm033, Sglang0523)
+)
 ON_RESTART = "was restarted; on the device: ["
 
 

@@ -27,11 +27,14 @@ from tests.engines.standin import (
     Vllm024,
     Vllm033,
 )
+from tests.support.sweeps import few
 
 SIZES = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
-every_server = pytest.mark.parametrize("kind", [Vllm033, Vllm024, Sglang0523, Sglang059])
-every_vllm = pytest.mark.parametrize("kind", [Vllm033, Vllm024])
-every_sglang = pytest.mark.parametrize("kind", [Sglang0523, Sglang059])
+every_server = pytest.mark.parametrize(
+    "kind", few([Vllm033, Vllm024, Sglang0523, Sglang059], Vllm033, Sglang0523)
+)
+every_vllm = pytest.mark.parametrize("kind", few([Vllm033, Vllm024], Vllm033))
+every_sglang = pytest.mark.parametrize("kind", few([Sglang0523, Sglang059], Sglang0523))
 
 
 @every_server

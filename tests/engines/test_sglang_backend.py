@@ -20,6 +20,7 @@ import torch
 from placement import HostMemoryError, IntegrityError, PlacementError
 from placement.engines import sglang_backend
 from tests.engines.released import SGLANG, Card, CardDevice, Modules
+from tests.support.sweeps import few
 
 PAGE = 4096
 
@@ -111,7 +112,7 @@ class Sglang:
         return module.TorchMemorySaverAdapter.create(enable=enable)
 
 
-@pytest.fixture(params=SGLANG)
+@pytest.fixture(params=few(SGLANG, SGLANG[0], SGLANG[-1]))
 def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sglang:
     made = Sglang(monkeypatch, request.param)
     sglang_backend.register()

@@ -14,13 +14,14 @@ from placement.engines import mirror
 from placement.engines.mirror import WEIGHTS_DIFFER
 from tests.docs.pages import DOCS
 from tests.engines.released import VLLM, Vllm
+from tests.support.sweeps import few
 
 PAGE = 4096
 CAPACITY = 1 << 20
 SIZES = (5 * PAGE, PAGE, 3 * PAGE)
 
 
-@pytest.fixture(params=VLLM)
+@pytest.fixture(params=few(VLLM, VLLM[0], VLLM[-1]))
 def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Vllm:
     return Vllm(monkeypatch, request.param, CAPACITY)
 

@@ -72,7 +72,7 @@ def test_every_call_failed(
     survey = FaultyWorker().register()
     points = calls_to_fail(survey.device, operation, lambda: run_until_it_fails(survey))
     if operation not in ("host", "reserve") and os.environ.get("SWEEP") != "all":
-        points = points[::2]  # the sweeps of swaps, of prefetch and of streamed steps have each
+        points = points[::3]  # the sweeps of swaps, of prefetch and of streamed steps have each
     for at in points:
         worker = FaultyWorker().register()
         identity = worker.identity()
@@ -195,7 +195,9 @@ def a_few_phases(worker: FaultyWorker) -> None:
         step.switch("log_prob")
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize(
+    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+)
 @pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed_with_prefetch(
     operation: str, forever: bool, counted: Callable[[str], None]

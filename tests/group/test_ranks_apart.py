@@ -30,6 +30,7 @@ from tests.group.fault_worker import join_store
 from tests.group.manager_ranks import Rank, groups_of, ranks_of
 from tests.group.processes import Processes, StoreService
 from tests.support.buckets import set_bucket_bytes
+from tests.support.sweeps import few
 from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK, WIDTH
 
@@ -312,9 +313,7 @@ def _mended(rank: Serving) -> str:
     return rank.sync()
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 16))]
-)
+@pytest.mark.parametrize("seed", few(range(16), *range(4)))
 def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> None:
     chance = random.Random(seed)
     policy = chance.choice(

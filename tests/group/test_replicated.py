@@ -114,9 +114,9 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
 
 
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
-    ranks: Ranks, generation: int
+    two_ranks: Ranks, generation: int
 ) -> None:
-    for told in ranks.run(part_worker.full, generation, "cpu", 1):
+    for told in two_ranks.run(part_worker.full, generation, "cpu", 1):
         assert len(told) == 2
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 

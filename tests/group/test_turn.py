@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,9 @@ from placement.group.turn import Turn
 from placement.planning.planner import HEADROOM
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.processes import Process, Processes
-from tests.group.turn_processes import CAPACITY, CHUNK, Sharer, turn_of
+from tests.group.turn_processes import CAPACITY, CHUNK, Sharer, print_into, turn_of
 from tests.support.forked import exit_code
+from tests.support.forked import processes as forked_processes
 from tests.support.threads import on_all
 
 
@@ -523,11 +525,21 @@ def test_a_holder_file_that_is_damaged_costs_a_name(sharer: Sharer) -> None:
             other.take("train")
 
 
-def test_the_example_of_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spawns its processes for CUDA's sake. These have their imports already."""
     from examples.shared_gpu import main
 
+    printed = tmp_path / "printed"
+    printed.touch()
+    context = SimpleNamespace(
+        Barrier=forked_processes.Barrier,
+        Process=lambda target, args: forked_processes.Process(
+            target=print_into, args=(printed, target, *args)
+        ),
+    )
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: context)
     assert main() == [0, 0]
-    lines = sorted(capfd.readouterr().out.splitlines())
+    lines = sorted(printed.read_text().splitlines())
     assert [line.split(",")[0] for line in lines] == ["rollout: 3 phases", "trainer: 3 phases"]
     stood = [float(line.split()[4]) for line in lines]
     assert max(stood) >= 0.1  # the other works for that long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,9 @@ class Sharer:
             signal.pause()
             os._exit(0)
         return child
+
+
+def print_into(file: Path, work: Callable[..., object], *arguments: Any) -> None:
+    """Do the work of a process. What it prints goes into the file."""
+    os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), 1)
+    work(*arguments)

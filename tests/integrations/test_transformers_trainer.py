@@ -13,6 +13,7 @@ from placement import Manager, RegistrationError, State
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
+from tests.support.sweeps import few
 
 needs("accelerate")
 transformers = needs("transformers")
@@ -110,7 +111,9 @@ def assert_same(trainer: Any, own: Any) -> None:
     hf.assert_same_bytes(hf.moments_of(trainer.optimizer), hf.moments_of(own.optimizer))
 
 
-@pytest.mark.parametrize("policy", ["colocated", "colocated('optimizer_step')"])
+@pytest.mark.parametrize(
+    "policy", few(["colocated", "colocated('optimizer_step')"], "colocated('optimizer_step')")
+)
 def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None:
     own = rewarded(folder, tmp_path / "own", reward=reward_model(), **EVALUATED, **BEST)
     own.train()

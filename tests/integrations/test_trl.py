@@ -29,6 +29,7 @@ from tests.support import huggingface as hf
 from tests.support.buckets import set_bucket_bytes
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
+from tests.support.sweeps import few
 
 needs("accelerate")
 trl = needs("trl")
@@ -218,7 +219,7 @@ def only_a_layer_learns(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        ("colocated", {"optim": "sgd"}),
+        pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.slow),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
         ("colocated('streamed')", {}),
@@ -286,7 +287,13 @@ def test_settings_come_from_the_environment(
     assert_nothing_resident(ours.manager)
 
 
-@pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
+@pytest.mark.parametrize(
+    "policy",
+    few(
+        ["resident", "colocated('optimizer_step', drop_gradients=True)"],
+        "colocated('optimizer_step', drop_gradients=True)",
+    ),
+)
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
     train_both(
@@ -401,7 +408,7 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
     return hf.tensors_in(torch.load(file, weights_only=True))
 
 
-def generating(at: str) -> Any:
+def generating(event: str) -> Any:
     """A callback that generates from the model, as TRL's `WeaveCallback` and people's samplers
     do."""
     from transformers import TrainerCallback
@@ -413,28 +420,27 @@ def generating(at: str) -> Any:
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
         self.calls += 1
 
-    setattr(Sampler, at, generate)
+    setattr(Sampler, event, generate)
     return Sampler()
 
 
-@pytest.mark.parametrize(
-    "at", ["on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end"]
-)
-def test_a_callback_that_generates_after_an_evaluation(
-    folder: str, tmp_path: Path, at: str
-) -> None:
+def test_callbacks_that_generate_after_an_evaluation(folder: str, tmp_path: Path) -> None:
     changes = {**SAVING, "max_steps": 2, "eval_on_start": True}
-    callback = generating(at)
+    events = ("on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end")
+    callbacks = [generating(event) for event in events]
     train_both(
         folder,
         tmp_path,
-        lambda: {"eval_dataset": hf.prompts(), "callbacks": [callback]},
+        lambda: {"eval_dataset": hf.prompts(), "callbacks": callbacks},
         **changes,
     )
-    assert callback.calls > 1
+    assert all(callback.calls > 1 for callback in callbacks)
 
 
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"])
+@pytest.mark.parametrize(
+    "kind",
+    few(["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"], "PrefixTuningConfig"),
+)
 def test_adapters_whose_savers_read_past_the_state_dict(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -543,10 +549,10 @@ def test_what_the_user_registered_stays_registered(folder: str, tmp_path: Path) 
     assert list(trainer.manager.handles) == ["judge"]
 
 
-@pytest.mark.parametrize("cls", [placed.PlacedGRPOTrainer, placed.PlacedRLOOTrainer])
-def test_a_trainer_made_without_init(cls: Any) -> None:
+@pytest.mark.parametrize("kind", ["PlacedGRPOTrainer", "PlacedRLOOTrainer"])
+def test_a_trainer_made_without_init(kind: str) -> None:
     """TRL's own tests make trainers so, to call one method. What it lacks is TRL's, never ours."""
-    trainer = object.__new__(cls)
+    trainer = object.__new__(getattr(placed, kind))
     trainer.model = trainer.model_wrapped = torch.nn.Linear(2, 2)
     calls: dict[str, tuple[Any, ...]] = {
         "_generate": ([],),
@@ -762,7 +768,7 @@ VLLM: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_enable_sleep_mode": True,
-    "max_steps": 3,
+    "max_steps": 2,
     "num_iterations": 1,
 }
 
@@ -776,7 +782,7 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     )
 
 
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("is_given", few([True, False], False))
 def test_vllm_that_sleeps(
     folder: str,
     tmp_path: Path,
@@ -857,7 +863,7 @@ def test_vllm_that_fails_and_goes_on(
     assert llm.memory.tags == set()
     assert_nothing_resident(manager)
     trainer.train()
-    assert trainer.state.global_step == 3
+    assert trainer.state.global_step == 2
     manager.close()
     trainer.args.eval_strategy = "no"
     trainer.evaluate(hf.prompts())  # TRL sleeps and wakes the engine by itself again

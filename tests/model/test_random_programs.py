@@ -280,7 +280,7 @@ class Program:
 
 @pytest.mark.timeout(3000 if IS_SWEEP else 600)
 @settings(
-    max_examples=8000 if IS_SWEEP else 50,
+    max_examples=8000 if IS_SWEEP else 25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

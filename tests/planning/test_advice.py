@@ -98,7 +98,7 @@ class Job:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         simulated = SimulatedDevice(
-            self.capacity_bytes, chunk_bytes=64 << 10, bandwidth_bytes_per_second=RATE
+            self.capacity_bytes, chunk_bytes=256 << 10, bandwidth_bytes_per_second=RATE
         )
         self.manager = Manager(
             device=simulated, policy=self.policy, budget_bytes=self.budget_bytes, group=self.group
@@ -238,14 +238,14 @@ def test_one_line_names_the_policy_under_which_a_step_copies_what_it_promises(
     job: dict[str, Any], proposed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = Job(**job)
-    for _ in range(8):
+    for _ in range(5):
         own.step()
     (line,) = advice_in(caplog)
     text = line.getMessage()
     assert f"policy {proposed} would have saved" in text
     assert text.endswith(f'Manager(policy="{proposed}"), or PLACEMENT_POLICY="{proposed}"')
     other = Job(**{**job, "policy": proposed})
-    for _ in range(8):
+    for _ in range(5):
         other.step()
     (own_bytes, own_seconds), (other_bytes, other_seconds) = own.moves(), other.moves()
     assert own.losses == other.losses

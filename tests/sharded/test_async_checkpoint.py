@@ -7,8 +7,6 @@ import asyncio
 import copy
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +20,7 @@ import placement
 from placement import checkpoint
 from placement.checkpoint import files
 from placement.testing import assert_nothing_resident
+from tests.support.programs import Programs
 from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, trained
 
 SECONDS = 30.0
@@ -411,10 +410,11 @@ def test_a_callback_that_raises_and_a_save_that_fails_hold_nobody_up(
 
 
 EXITING = """
-import atexit, os, sys, threading, torch, placement
+import atexit, os, threading, torch, placement, warnings
 from placement.checkpoint import files
 from placement.testing import SimulatedDevice
 
+warnings.simplefilter("ignore")
 manager = placement.Manager(device=SimulatedDevice(64 << 20))
 model = torch.nn.Linear(8, 8)
 manager.register("actor", model, role="actor")
@@ -423,10 +423,10 @@ manager.register("actor", model, role="actor")
 @atexit.register
 def late():
     try:
-        placement.checkpoint.async_save(manager, sys.argv[1] + "/late")
+        placement.checkpoint.async_save(manager, folder + "/late")
     except placement.CheckpointError as error:
         print("refused:", error)
-    placement.checkpoint.load(manager, sys.argv[1] + "/b")
+    placement.checkpoint.load(manager, folder + "/b")
     with manager.phase("log_prob"):
         print("went on")
 
@@ -435,20 +435,15 @@ go_on = threading.Event()
 files.writer(os.getpid()).submit(go_on.wait, 30)
 threading.Thread(target=lambda: (threading.main_thread().join(), go_on.set())).start()
 for name in "ab":
-    saving = placement.checkpoint.async_save(manager, f"{sys.argv[1]}/{name}")
+    saving = placement.checkpoint.async_save(manager, f"{folder}/{name}")
     saving.add_done_callback(lambda _: print("called back", manager.audit().ok))
 """
 
 
-def test_a_process_that_exits_writes_what_is_queued(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EXITING, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.splitlines() == [
+def test_a_process_that_exits_writes_what_is_queued(programs: Programs, tmp_path: Path) -> None:
+    ended = programs.run(f"folder = {str(tmp_path)!r}\n{EXITING}")
+    assert (ended.status, ended.errors) == (0, "")
+    assert ended.output.splitlines() == [
         "called back True",
         "called back True",
         "refused: the process is exiting, so no other thread can write: use save()",

@@ -27,6 +27,7 @@ from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 from tests.support.worker import batch
 
 PROGRAMS = {
@@ -46,7 +47,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        PROGRAMS,
+        "uneven, tied, adapters",
+        "parameters and gradients as state",
+        "gradients not reduced",
+        "two dimensions",
+        "within tensor parallel",
+    ),
+)
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
         assert all(outcome.resident_bytes.values())
@@ -186,11 +197,11 @@ def _make() -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("way", ["assigned", "child"])
+@pytest.mark.parametrize("way", few(["assigned", "child"], "assigned"))
 @on_ranks("two_ranks")
 def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(way: str) -> None:
     model, optimizer = _make()
-    wanted = _steps(model, optimizer, range(8))
+    wanted = _steps(model, optimizer, range(4))
     model, optimizer = _make()
     manager, _, _ = worker.worker(model, optimizer)
     assert _steps(model, optimizer, range(2), manager) == wanted[:2]
@@ -201,7 +212,7 @@ def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(way: str) 
         assert any("blocks.0.outer.weight" in finding.detail for finding in found)
     assert_nothing_resident(manager)
     training.assert_off(manager)
-    assert _steps(model, optimizer, range(2, 8), manager) == wanted[2:]
+    assert _steps(model, optimizer, range(2, 4), manager) == wanted[2:]
     assert_nothing_resident(manager)
     manager.close()
 
@@ -218,7 +229,10 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
     return torch.compile(model, backend=counter), counter  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("form", "called_before"), [("blocks", False), ("wrapper", True)])
+@pytest.mark.parametrize(
+    ("form", "called_before"),
+    [pytest.param("blocks", False, marks=pytest.mark.slow), ("wrapper", True)],
+)
 @on_ranks("two_ranks")
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(
     form: str, called_before: bool
@@ -226,7 +240,7 @@ def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(
     torch._dynamo.reset()
     model, optimizer = _make()
     call, counter = _compile(model, form)
-    wanted, num_graphs = _steps(call, optimizer, range(6)), counter.frame_count
+    wanted, num_graphs = _steps(call, optimizer, range(4)), counter.frame_count
 
     torch._dynamo.reset()
     model, optimizer = _make()
@@ -239,7 +253,7 @@ def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(
     )
     manager.register("actor", model, role="actor")
     manager.register("actor.optimizer", optimizer)
-    for number in range(len(begun), 6):
+    for number in range(len(begun), 4):
         begun += _steps(call, optimizer, range(number, number + 1), manager)
         for refused, given in (
             (call, torch.zeros(1, 2, dtype=torch.int64)),

@@ -32,6 +32,7 @@ from tests.sharded.pretend_cuda import pretend_cuda, replaced
 from tests.sharded.training import as_bytes, managed
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 
 needs("megatron.core")
 
@@ -325,7 +326,9 @@ def test_a_rank_that_steps_nothing_has_the_owner_too() -> None:
         assert mine > 0 or dist.get_rank() > 0
 
 
-@pytest.mark.parametrize("kind", worker.KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", few(worker.KINDS, worker.KINDS[1], PRECISION_AWARE, worker.KINDS[4]), ids=str
+)
 def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) -> None:
     outcomes = two_ranks.run(worker.compare, kind)
     assert all(

@@ -19,15 +19,15 @@ from torch.distributed.fsdp import fully_shard
 from placement import IntegrityError, Manager, NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.support.frameworks import needs
+from tests.support.frameworks import Later, needs
 from tests.support.ranks import Ranks
 from tests.support.worker import make_manager
 
 peft = needs("peft")
 transformers = needs("transformers")
-load_file = needs("safetensors.torch").load_file
-hotswap = needs("peft.utils.hotswap")
-reduce_intruder_dimension = needs("peft.tuners.lora.intruders").reduce_intruder_dimension
+safetensors = needs("safetensors.torch")
+hotswap = Later("peft.utils.hotswap")
+intruders = Later("peft.tuners.lora.intruders")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """transformers and PEFT warn of each other."""
@@ -221,7 +221,9 @@ def _weighted(how: str) -> Callable[[Any, Path], Any]:
 
 
 def _load_into_the_first(model: Any, folder: Path) -> None:
-    peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    peft.set_peft_model_state_dict(
+        model, safetensors.load_file(folder / "adapter_model.safetensors")
+    )
 
 
 def _eva(model: Any, _: Path) -> None:
@@ -239,7 +241,7 @@ def _hotswap(model: Any, folder: Path) -> None:
 
 
 def _hotswap_from_state_dict(model: Any, folder: Path) -> None:
-    given = load_file(folder / "adapter_model.safetensors")
+    given = safetensors.load_file(folder / "adapter_model.safetensors")
     given = {name.replace(".weight", ".default.weight"): value for name, value in given.items()}
     hotswap.hotswap_adapter_from_state_dict(
         model, given, "default", peft.LoraConfig.from_pretrained(folder)
@@ -255,7 +257,7 @@ CHANGES: dict[str, Callable[[Any, Path], Any]] = {
     "load into": lambda model, folder: model.load_adapter(folder, "second", torch_device="cpu"),
     "a state dict": _load_into_the_first,
     "eva": _eva,
-    "intruders": lambda model, _: reduce_intruder_dimension(model, logging_sink=None),
+    "intruders": lambda model, _: intruders.reduce_intruder_dimension(model, logging_sink=None),
     "dora": lambda model, _: model.add_adapter("more", config(use_dora=True)),
     "olora": lambda model, _: model.add_adapter(
         "more", peft.LoraConfig(r=4, target_modules=["up"], init_lora_weights="olora")
@@ -486,7 +488,7 @@ def _registered(model: Any) -> Manager:
 
 def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     model.save_pretrained(folder)
-    return dict(load_file(folder / "adapter_model.safetensors"))
+    return dict(safetensors.load_file(folder / "adapter_model.safetensors"))
 
 
 @pytest.mark.parametrize(

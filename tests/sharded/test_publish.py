@@ -32,6 +32,7 @@ from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
@@ -261,7 +262,7 @@ def _changes_beside_a_failure(operation: str) -> None:
     assert failed
 
 
-@pytest.mark.parametrize("operation", ["copy", "sync"])
+@pytest.mark.parametrize("operation", few(["copy", "sync"], "copy"))
 def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(
     two_ranks: Ranks, operation: str
 ) -> None:

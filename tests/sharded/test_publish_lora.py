@@ -20,6 +20,7 @@ from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, placed, read, wanted_of
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
+from tests.support.sweeps import few
 
 peft = needs("peft")
 transformers = needs("transformers")
@@ -512,7 +513,7 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 # --- sharded over ranks
 
 
-@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
+@pytest.mark.parametrize("build", few(["fsdp2", "fsdp1_original", "fsdp1_flat"], "fsdp2"))
 @on_ranks("two_ranks")
 def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
     """Every mode, resident and streamed, before and after a forward that leaves the root unsharded,

@@ -27,6 +27,7 @@ from tests.sharded import (
 from tests.sharded.test_fsdp1 import units
 from tests.support.ranks import Ranks
 from tests.support.seeds import seed
+from tests.support.sweeps import few
 
 STEPS = 2
 """One before the optimizer has state, and one after."""
@@ -171,13 +172,29 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        CASES,
+        "fsdp2",
+        "fsdp2, gradients not reduced",
+        "tensor parallel",
+        "fsdp1",
+        "ddp",
+        "bitsandbytes",
+    ),
+)
 def test_trains_on(two_ranks: Ranks, name: str) -> None:
     assert all(two_ranks.run(trains_on, *CASES[name]))
 
 
 @pytest.mark.parametrize(
-    "kind", [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)], ids=str
+    "kind",
+    few(
+        [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)],
+        megatron_worker.Kind(),
+    ),
+    ids=str,
 )
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:
     """The parameters are cut from a buffer that stays behind, and the optimizer has shards of

@@ -32,6 +32,7 @@ from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.support.buckets import set_bucket_bytes
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 
 
 def compare_streamed(
@@ -165,7 +166,7 @@ def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank() -> None:
     assert_ends_alike(manager, nets)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
+@pytest.mark.parametrize("kind", few(["fsdp2", "tensor parallel"], "fsdp2"))
 @on_ranks("two_ranks")
 def test_slices_of_sharded_parameters(kind: str) -> None:
     """Of buckets that have one chunk."""

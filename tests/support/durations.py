@@ -1,6 +1,6 @@
 """How long each test file takes.
 
-`make durations` runs every test with `--record-durations`, which writes `tests/durations.json`;
+`make durations` runs the tests with `--record-durations`, which writes `tests/durations.json`;
 `tests/support/order.py` reads it. A run of some files replaces those files' entries alone.
 """
 

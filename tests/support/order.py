@@ -2,8 +2,9 @@
 
 What takes long begins first, so that nothing long begins at the end: `durations.json` knows. The
 ranks that a process starts live as long as it does: files whose ranks import the same framework run
-in the same process, and it is imported once a rank. Those are listed here: a test file does not
-tell which of the frameworks that its workers mention they import.
+in the same process, and it is imported once a rank. So do files that import transformers or torch's
+compiler themselves. Those are listed here: a test file does not tell which of the frameworks that
+its workers mention they import.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _TOGETHER = {
     "programs": (
         "tests/phases/test_processes.py",
         "tests/devices/test_host.py",
+        "tests/devices/test_host_files.py",
         "tests/devices/test_host_reserve.py",
         "tests/observe/test_logs.py",
+        "tests/sharded/test_async_checkpoint.py",
     ),
     "peft": (
         "tests/sharded/test_checkpoint.py",
@@ -33,7 +36,15 @@ _TOGETHER = {
         "tests/integrations/test_transformers_trainer.py",
         "tests/integrations/test_trl.py",
         "tests/integrations/test_grpo_examples.py",
+        "tests/integrations/test_tensorboard.py",
+        "tests/integrations/test_causal_models.py",
+        "tests/integrations/test_demo.py",
+        "tests/integrations/verl/test_bench_inputs.py",
+        "tests/forecasting/test_forecast_truth.py",
         "tests/docs/test_code_blocks.py",
+        "tests/publish/test_publish_checkpoint_names.py",
+        "tests/frameworks/test_compiled.py",
+        "tests/sharded/test_quantized.py",
     ),
     "megatron": (
         "tests/sharded/test_megatron.py",

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "ci",
     derandomize=os.environ.get("SWEEP") != "all",
+    max_examples=100 if os.environ.get("SWEEP") == "all" else 50,
     stateful_step_count=30,
     deadline=None,
     print_blob=True,

@@ -53,9 +53,16 @@ def test_the_cause_and_the_end_of_a_run_are_named_with_their_lines() -> None:
 
 
 def test_a_run_that_dies_says_in_which_part(tmp_path: Path) -> None:
-    """verl refuses the recipe before Ray starts."""
+    """In verl's place there is a package that refuses every recipe."""
+    trainer = tmp_path / "site" / "verl" / "trainer"
+    trainer.mkdir(parents=True)
+    for package in (trainer.parent, trainer):
+        (package / "__init__.py").touch()
+    (trainer / "main_ppo.py").write_text("import sys\nraise ValueError(str(sys.argv))\n")
+    site = {"PYTHONPATH": str(tmp_path / "site")}
     with pytest.raises(
-        RuntimeError, match=r"verl's driver: ended with \d+ in its start: .+"
+        RuntimeError,
+        match=r"verl's driver: ended with 1 in its start: main_ppo.py:2, in <module>: ValueError",
     ) as told:
-        _verl_job.run(tmp_path / "job", tmp_path, {"no.such.option": 1}, {}, [], 200.0)
-    assert "no.such.option" in told.value.__notes__[0]
+        _verl_job.run(tmp_path / "job", tmp_path, {"no.such.option": 1}, site, [], 200.0)
+    assert "no.such.option=1" in told.value.__notes__[0]

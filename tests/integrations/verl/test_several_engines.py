@@ -27,6 +27,7 @@ from tests.integrations.verl.subject import (
 from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
+from tests.support.sweeps import few
 
 needs("verl")
 
@@ -236,7 +237,11 @@ def _places(subject: Subject) -> dict[str, tuple[torch.device, int]]:
     return {name: (part.device, part.data_ptr()) for name, part in values.items()}
 
 
-@pytest.mark.parametrize("offload", [(True, True), (False, False)], ids=["both flags", "no flag"])
+@pytest.mark.parametrize(
+    "offload",
+    few([(True, True), (False, False)], (True, True)),
+    ids=["both flags", "no flag"],
+)
 @on_ranks("one_rank")
 def test_what_fsdp2_places_is_tracked_and_never_moved(
     model: Path, offload: tuple[bool, bool]
@@ -263,9 +268,9 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(
     ("keywords", "role"),
     [
         ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
-        ({"policy": "resident"}, "actor"),
+        pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.slow),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
-        ({"model_type": "value_model"}, "critic"),
+        pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.slow),
     ],
     ids=["streamed", "resident", "reference without flags", "critic"],
 )
