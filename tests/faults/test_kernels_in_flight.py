@@ -249,7 +249,7 @@ ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fai
 
 
 @settings(
-    max_examples=400 if IS_SWEEP else 12,
+    max_examples=400 if IS_SWEEP else 8,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -339,10 +339,9 @@ FSDP2 itself."""
 def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, kind: str) -> None:
     """Steps of both; then each loads the other's checkpoint and goes on."""
     own, placed = both = pair(model, **KINDS[kind])
-    for seed in range(2):
-        both.infer(10 + seed)
-        both.train(seed)
-        both.publish()
+    both.infer(10)
+    both.train(0)
+    both.publish()
     both.same()
     for subject, name in ((own, "own"), (placed, "placed")):
         subject.worker.save_checkpoint(str(tmp_path / name), global_step=2)
