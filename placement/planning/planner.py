@@ -502,8 +502,8 @@ def unknown_handle(name: object, handles: Iterable[str]) -> str:
 
 
 def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
-    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget
-    leaves beside those that are held now.
+    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget, or
+    `Planner.limit_bytes` of a plan that needs it, leaves beside those that are held now.
 
     `planner` knows the budgets of a running job; None: that of the view applies. Raises
     DeviceMemoryError, with a table of bytes that each handle holds and wants.
@@ -517,7 +517,7 @@ def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
         other_rank = planner.other_rank(view.phase)
     if needed_bytes <= limit_bytes:
         resident_bytes = sum([handle.resident_bytes for handle in own])
-        return max(0, view.budget_bytes - resident_bytes)
+        return max(0, limit_bytes - resident_bytes)
     if other_rank is not None:
         reason = (
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs "
