@@ -228,10 +228,13 @@ class Planner:
 
     def limit_bytes(self, view: View) -> int:
         """Device bytes that a plan may take: the budget, and before the phase has run once
-        everything that is available. The least budget of a group lacks the headroom, too."""
-        if self._settings.budget_bytes is not None or view.phase in self._others_bytes:
-            return view.budget_bytes
-        limit_bytes = self._available_bytes(view.handles.values())
+        everything that is available. The least budget of a group may be such a guess of a rank that
+        was restarted, so it lacks the headroom, too: that rank refuses what it has not itself."""
+        handles = view.handles.values()
+        if self._settings.budget_bytes is None and view.phase not in self._others_bytes:
+            limit_bytes = self._available_bytes(handles)
+        else:
+            limit_bytes = self.budget_bytes(view.phase, handles)
         if self.least is not None:
             limit_bytes = min(limit_bytes, int(self.least.budget_bytes / (1 - HEADROOM)))
         return limit_bytes
