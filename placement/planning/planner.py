@@ -228,10 +228,13 @@ class Planner:
 
     def limit_bytes(self, view: View) -> int:
         """Device bytes that a plan may take: the budget, and before the phase has run once
-        everything that is available. The least budget of a group lacks the headroom, too."""
-        if self._settings.budget_bytes is not None or view.phase in self._others_bytes:
-            return view.budget_bytes
-        limit_bytes = self._available_bytes(view.handles.values())
+        everything that is available. The least budget of a group may be such a guess of a rank that
+        was restarted, so it lacks the headroom, too: that rank refuses what it has not itself."""
+        handles = view.handles.values()
+        if self._settings.budget_bytes is None and view.phase not in self._others_bytes:
+            limit_bytes = self._available_bytes(handles)
+        else:
+            limit_bytes = self.budget_bytes(view.phase, handles)
         if self.least is not None:
             limit_bytes = min(limit_bytes, int(self.least.budget_bytes / (1 - HEADROOM)))
         return limit_bytes
@@ -502,8 +505,8 @@ def unknown_handle(name: object, handles: Iterable[str]) -> str:
 
 
 def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
-    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget
-    leaves beside those that are held now.
+    """Refuse a plan that does not fit, before a byte moves. Returns the bytes that the budget, or
+    `Planner.limit_bytes` of a plan that needs it, leaves beside those that are held now.
 
     `planner` knows the budgets of a running job; None: that of the view applies. Raises
     DeviceMemoryError, with a table of bytes that each handle holds and wants.
@@ -517,7 +520,7 @@ def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
         other_rank = planner.other_rank(view.phase)
     if needed_bytes <= limit_bytes:
         resident_bytes = sum([handle.resident_bytes for handle in own])
-        return max(0, view.budget_bytes - resident_bytes)
+        return max(0, limit_bytes - resident_bytes)
     if other_rank is not None:
         reason = (
             f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs "

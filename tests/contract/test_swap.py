@@ -77,7 +77,7 @@ class Scene:
         self,
         before: Mapping[str, int],
         after: Mapping[str, int],
-        budget_bytes: int,
+        budget_bytes: int | None,
         *,
         capacity_bytes: int = 0,
         readonly: Collection[str] = (),
@@ -85,7 +85,9 @@ class Scene:
     ) -> None:
         torch.manual_seed(0)
         self.device: Any = self.make_device(
-            SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE)
+            SimulatedDevice(
+                capacity_bytes or budget_bytes or 0, chunk_bytes=CHUNK, granularity=PAGE
+            )
         )
         policy = Turns(**{BEFORE: before, AFTER: after})
         self.manager = Manager(
@@ -271,6 +273,25 @@ def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
             scene.check(after)
         scene.check(())
         assert scene.device.peak_bytes <= budget
+
+
+def test_a_first_phase_that_needs_the_headroom_goes_back_without_new_memory() -> None:
+    before, after = {"a": 7 * CHUNK + PAGE}, {"b": 22 * CHUNK + 2 * PAGE}
+
+    def scene() -> Scene:
+        return Scene(before, after, None, capacity_bytes=side(after) + WINDOW * CHUNK)
+
+    survey = scene()
+    with survey.manager.phase(BEFORE) as phase:
+        points = calls_to_fail(survey.device, "create", lambda: phase.switch(AFTER))
+    for at in points:
+        failing = scene()
+        with failing.manager.phase(BEFORE) as phase:
+            failing.device.fail("create", at=at, forever=True)
+            with pytest.raises(DeviceMemoryError):
+                phase.switch(AFTER)
+            assert failing.device.fired == 1
+            failing.check(before)
 
 
 @pytest.mark.parametrize("operation", ["map", "copy", "sync"])

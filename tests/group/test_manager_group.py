@@ -146,9 +146,13 @@ class Small:
         for name, model in self.models.items():
             self.manager.register(name, model, role=name)
 
-    def told(self) -> GroupError:
-        with pytest.raises(GroupError) as caught, self.manager.phase("log_prob"):
+    def enter(self) -> None:
+        with self.manager.phase("log_prob"):
             pass
+
+    def told(self) -> GroupError:
+        with pytest.raises(GroupError) as caught:
+            self.enter()
         assert_nothing_resident(self.manager)
         return caught.value
 
@@ -169,6 +173,18 @@ def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small
         assert any(f"{number:,} bytes" in told.failures[small] for number in numbers)
         assert "needs 8.0 MiB" in told.failures[small]
         assert "raise budget_bytes" in told.failures[small]
+
+
+def test_a_restarted_rank_leaves_no_headroom_in_a_phase_that_needs_it() -> None:
+    def make(group: Group) -> Small:
+        return Small(group, "device", 9 << 20, 1024)  # the phase needs 8 MiB
+
+    ranks = [make(group) for group in groups_of(2)]
+    assert on_all(ranks, Small.enter) == [None, None]
+    groups = groups_of(2)
+    ranks[0].manager.rejoin(groups[0])
+    ranks[1] = make(groups[1])
+    assert on_all(ranks, Small.enter) == [None, None]
 
 
 # --- refused before it begins
