@@ -254,6 +254,19 @@ def test_a_restarted_rank_begins_no_old_epoch() -> None:
     assert {rank.manager.resume().epoch for rank in ranks} == {8}
 
 
+def test_a_request_for_an_old_epoch_does_not_hide_that_of_another_rank(four: list[Rank]) -> None:
+    """The first rank was restarted, and does not know that the epoch is an old one."""
+    for rank in four[1:]:
+        rank.manager._stack.suspension.epoch = 7
+    old, new = asked(four[0], epoch=7), asked(four[1])
+    work = begun(on_all, four, Rank.step)
+    assert new.result(30).epoch == 8
+    with pytest.raises(PhaseError, match="epoch 7 cannot begin: the last one, 8, is suspended"):
+        old.result(30)
+    four[1].manager.resume(8)
+    assert work.result(60) == ["done"] * WORLD
+
+
 def test_ctrl_c_after_the_ranks_have_agreed_refuses_it(four: list[Rank]) -> None:
     """The others carry it out, and hear that this one does something else."""
     first, *others = four
