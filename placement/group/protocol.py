@@ -450,10 +450,12 @@ class Group:
             return
         poorest = min(range(self.world_size), key=lambda rank: proposals[rank].budget_bytes)
         last = max(proposal.last_suspension for proposal in proposals)
-        requests = [proposal.suspension for proposal in proposals if proposal.suspension]
-        newest = SuspensionRequest.newest(requests)
-        if newest is not None and (newest.epoch or math.inf) <= last:
-            newest = None  # a rank that was restarted asks for an old one
+        requests = []
+        for proposal in proposals:
+            request = proposal.suspension
+            # a rank that was restarted may ask for an old epoch
+            if request is not None and (request.epoch or math.inf) > last:
+                requests.append(request)
         basis = Basis(
             budget_bytes=proposals[poorest].budget_bytes,
             budget_rank=poorest,
@@ -461,7 +463,7 @@ class Group:
                 len({proposal.whereabouts for proposal in proposals}) > 1
                 or any(proposal.plans_may_differ for proposal in proposals)
             ),
-            suspension=newest,
+            suspension=SuspensionRequest.newest(requests),
             last_suspension=last,
         )
         self._board.claim(self._key("basis"), basis.encode())

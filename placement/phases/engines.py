@@ -127,7 +127,7 @@ def drop(engine: Handle, mover: Mover) -> None:
     """Have an engine that is off the device discard the weights that it has on the host: it wakes
     with them, and sleeps without them."""
     residency = _residency_of(engine)
-    if residency.has_mirror:
+    if residency.has_mirror and residency.keeps_weights:
         mover.take_engine_to(engine, RESIDENT, frozenset({WEIGHTS}))
         residency.keeps_weights = False
         try:

@@ -162,14 +162,15 @@ class Suspension:
         with self._mutex:
             if self._waiting:
                 return None
-            self._taken_up, self._asked = self._asked, {}
+            self._taken_up |= self._asked  # an interrupt may have left some unanswered
+            self._asked = {}
             return SuspensionRequest.newest(self._taken_up.values())
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
         """Tell the other ranks, in the proposal of the transition inside, what is asked for here.
         Then `vote.agreed` is what any rank is asked for."""
-        group = vote.group
+        group, vote.agreed = vote.group, None
         group.suspension, group.last_suspension = self._take_up(), self.epoch
         try:
             yield

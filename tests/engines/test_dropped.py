@@ -13,6 +13,7 @@ import torch
 from placement import EngineError, GroupError, Manager, PhaseError
 from placement.cli import main
 from placement.engines import Follower
+from placement.engines.mirror import PLACEMENT
 from placement.engines.vllm import VllmServer
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.conftest import Job, Start, beside, publish
@@ -99,6 +100,26 @@ def test_an_engine_that_keeps_no_copy_is_dropped_already(kind: Any, start: Start
     assert job.server.sent == sent
     job.manager.resume()
     assert job.step() == "actor"
+
+
+class PluggedVllm(Vllm033):
+    """With placement's plug-in, which has other bytes on the host at both levels."""
+
+    def workers(self, method: str) -> list[Any]:
+        return [{PLACEMENT: {"host_bytes": CHUNK, "is_spoilt": False}}]
+
+
+def test_an_engine_with_other_bytes_on_the_host_goes_on_discarding_its_weights(
+    start: Start,
+) -> None:
+    job = start(PluggedVllm, weights="discard")
+    job.step()
+    sent = [*job.server.sent]
+    job.manager.suspend(drop=["rollout"])
+    assert job.server.sent == sent
+    job.manager.resume()
+    assert job.step() == "actor"
+    assert {*sleeps_of(job)} == {SLEEP[2]}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -250,6 +252,48 @@ def test_a_restarted_rank_begins_no_old_epoch() -> None:
     restarted.manager.resume(8)
     assert work.result(60) == ["done"] * 2
     assert {rank.manager.resume().epoch for rank in ranks} == {8}
+
+
+def test_a_request_for_an_old_epoch_does_not_hide_that_of_another_rank(four: list[Rank]) -> None:
+    """The first rank was restarted, and does not know that the epoch is an old one."""
+    for rank in four[1:]:
+        rank.manager._stack.suspension.epoch = 7
+    old, new = asked(four[0], epoch=7), asked(four[1])
+    work = begun(on_all, four, Rank.step)
+    assert new.result(30).epoch == 8
+    with pytest.raises(PhaseError, match="epoch 7 cannot begin: the last one, 8, is suspended"):
+        old.result(30)
+    four[1].manager.resume(8)
+    assert work.result(60) == ["done"] * WORLD
+
+
+def test_ctrl_c_after_the_ranks_have_agreed_refuses_it(four: list[Rank]) -> None:
+    """The others carry it out, and hear that this one does something else."""
+    first, *others = four
+    future = asked(first)
+    vote: Any = first.manager._stack.lock.vote
+    suspend_first = vote.suspend_first
+
+    def interrupted(request: SuspensionRequest) -> None:
+        try:
+            suspend_first(request)
+        finally:
+            vote.suspend_first = suspend_first
+            os.kill(os.getpid(), signal.SIGINT)
+
+    vote.suspend_first = interrupted
+    work = begun(on_all, others, lambda rank: rank.manager.enter("train"))
+    with pytest.raises(KeyboardInterrupt):
+        first.manager.enter("train")
+    with pytest.raises(GroupError, match="is about to suspend"):
+        first.manager.enter("train")
+    with pytest.raises(PhaseError, match="the ranks have not agreed on it"):
+        future.result(30)
+    first.manager.enter("train")
+    assert work.result(30) == [None] * (WORLD - 1)
+    on_all(four, lambda rank: rank.manager.leave())
+    assert are_suspended(four) == {False}
+    meet(four)
 
 
 def test_a_phase_does_not_wait_for_ranks_that_cannot_be_heard(four: list[Rank]) -> None:
