@@ -46,7 +46,7 @@ class Suspension:
     _carry_out: Callable[[SuspensionRequest], None]
     epoch: int = 0  # the number of the last suspension; 0: there was none
     _dropped: tuple[str, ...] = ()  # the engines that it has dropped
-    _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _mutex: threading.RLock = field(default_factory=threading.RLock)
     _asked: _Requests = field(default_factory=dict)
     _taken_up: _Requests = field(default_factory=dict)  # those that cannot be taken back any more
     _waiting: list[threading.Thread] = field(default_factory=list)  # those whose phases wait

@@ -3,7 +3,9 @@ rules are in the test."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from placement import IntegrityError, Manager, Plan, State
 from placement.core.errors import DeviceMemoryError
+from placement.core.journal import logger
 from placement.devices.simulated.device import SimulatedDevice
 from placement.phases.hold import Hold
 from placement.phases.phase import PhaseContext
@@ -48,6 +51,18 @@ def is_told(told: str, handle: str, tensor: str) -> bool:
         return f"of {handle!r} were replaced" in told
     names, is_about, _ = told.partition(f" were added to {handle!r}")
     return bool(is_about) and tensor in names.rpartition(". ")[2]
+
+
+@contextlib.contextmanager
+def logged(log: list[str]) -> Iterator[None]:
+    """Add what placement logs inside to a list."""
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class World(RuleBasedStateMachine):
@@ -138,6 +153,10 @@ class World(RuleBasedStateMachine):
 
     # --- phase transitions
 
+    def reported_in(self, told: str) -> set[tuple[str, str]]:
+        """The unreported changes that a text names."""
+        return {change for change in self.unreported if is_told(told, *change)}
+
     def transition(
         self,
         call: Callable[[], object],
@@ -155,19 +174,18 @@ class World(RuleBasedStateMachine):
         expected = self.was_written and checks_writes
         if checks_writes:
             self.was_written = False
+        log: list[str] = []
         try:
-            call()
+            with logged(log):
+                call()
         except Exception as error:
-            if self.device.fired > fired:
-                self.is_settled = self.is_settled and not exits
-                return exits
             # where a load at an exit finds the write, it is a note on its error
             told = " ".join([str(error), *getattr(error, "__notes__", [])])
-            reported = {
-                (handle, tensor)
-                for handle, tensor in self.unreported
-                if is_told(told, handle, tensor)
-            }
+            reported = self.reported_in(told)
+            if self.device.fired > fired:
+                self.unreported -= reported
+                self.is_settled = self.is_settled and not exits
+                return exits
             is_written = "The written values are lost" in told
             if isinstance(error, IntegrityError) and (reported or expected):
                 assert is_written is expected, told
@@ -186,6 +204,7 @@ class World(RuleBasedStateMachine):
             assert not expected, (
                 "a write into offloaded memory was not found at the phase transition"
             )
+            self.unreported -= self.reported_in(" ".join(log))  # by a phase that was dropped
             for handle, _ in self.unreported:
                 assert not self.on_device(handle), f"what was added to {handle!r} was not reported"
             if self.device.fired == fired and moves:
