@@ -74,12 +74,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write how long each test file takes into tests/durations.json",
     )
-    parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow or sweep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "sweep"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -92,10 +96,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         or os.environ.get("SWEEP") == "all"
         or any("::" in each for each in config.args)
     )
-    slow = [] if is_wanted else [item for item in items if item.get_closest_marker("slow")]
+    slow = [] if is_wanted else [item for item in items if is_slow(item)]
     if slow:
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not is_slow(item)]
     items[:] = ordered(items)
 
 

@@ -196,7 +196,7 @@ def a_few_phases(worker: FaultyWorker) -> None:
 
 
 @pytest.mark.parametrize(
-    "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]
+    "forever", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["once", "forever"]
 )
 @pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed_with_prefetch(

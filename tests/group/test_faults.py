@@ -189,7 +189,7 @@ def test_a_rank_at_every_step(
     ("fault", "rank"),
     [
         ("board killed", 0),
-        pytest.param("board killed", 1, marks=pytest.mark.slow),
+        pytest.param("board killed", 1, marks=pytest.mark.sweep),
         pytest.param("board stopped", 0, marks=pytest.mark.slow),
     ],
 )

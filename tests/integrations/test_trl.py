@@ -219,7 +219,7 @@ def only_a_layer_learns(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.slow),
+        pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.sweep),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
         ("colocated('streamed')", {}),

@@ -192,7 +192,7 @@ def test_a_method_that_leaves_the_fleets_phase(job: Any) -> None:
 # --- the examples: the demo's GRPO loop with several ranks
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_loop_on_ray(ray: Any) -> None:
     from examples.ray_grpo import main
 

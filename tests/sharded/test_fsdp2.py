@@ -231,7 +231,7 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
 
 @pytest.mark.parametrize(
     ("form", "called_before"),
-    [pytest.param("blocks", False, marks=pytest.mark.slow), ("wrapper", True)],
+    [pytest.param("blocks", False, marks=pytest.mark.sweep), ("wrapper", True)],
 )
 @on_ranks("two_ranks")
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(

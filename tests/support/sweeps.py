@@ -9,9 +9,11 @@ import pytest
 
 
 def few(cases: Iterable[Any], *shown: Any) -> list[Any]:
-    """All cases as parameters of a test. Those that are not among `shown` are marked slow: they
-    show the same once more."""
+    """All cases as parameters of a test. Those that are not among `shown` are marked `sweep`:
+    they show the same once more."""
     cases = list(cases)
     unknown = [case for case in shown if case not in cases]
     assert not unknown, f"no such cases: {unknown}"
-    return [case if case in shown else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [
+        case if case in shown else pytest.param(case, marks=pytest.mark.sweep) for case in cases
+    ]

@@ -388,7 +388,7 @@ def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     assert all(mine[name] != value for name, value in first.items())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_lora(model: Path) -> None:
     needs("peft")

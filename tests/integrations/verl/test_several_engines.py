@@ -268,9 +268,9 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(
     ("keywords", "role"),
     [
         ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
-        pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.slow),
+        pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.sweep),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
-        pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.slow),
+        pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.sweep),
     ],
     ids=["streamed", "resident", "reference without flags", "critic"],
 )
