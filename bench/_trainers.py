@@ -14,6 +14,7 @@ import placement
 from bench import _peers
 from bench._decoder import Decoder, Shape, empty_decoder, fill
 from bench._rig import Rig
+from bench.forecast import measured_link
 from placement.core.states import IDLE
 from placement.policies import Colocated, Cyclic, Resident
 from placement.registration import streamed_optimizer
@@ -226,6 +227,7 @@ class Placed(Trainer):
             budget_bytes=budget,
             phases=_OWN_PHASES,
             device=self.manager.device,
+            link=measured_link(device, self.rig.pick(1 << 20, 1 << 30, 1 << 30)),
         )
         # one after the other, so that no two models are in torch's own memory together
         self.actor = self.model(torch.float32)

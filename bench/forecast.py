@@ -82,7 +82,7 @@ def _device(rig: Rig) -> Device:
     )
 
 
-def _link(device: Device, nbytes: int) -> Link:
+def measured_link(device: Device, nbytes: int) -> Link:
     """The link as a user's forecast knows it: from the file that `placement doctor --json`
     writes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def _moved(manager: placement.Manager) -> int:
 
 def _compare(rig: Rig, results: Results, job: _Job, width: int) -> None:
     device = _device(rig)
-    link = _link(device, rig.pick(4 << 20, 1 << 30, 1 << 30))
+    link = measured_link(device, rig.pick(4 << 20, 1 << 30, 1 << 30))
     one = 8 * width * width * 2
     budget = (
         rig.pick(1 << 29, 60 << 30, 60 << 30)

@@ -14,7 +14,7 @@ FSDP2 CPUOffloadPolicy: weights, gradients and moments on the host, where the fu
 verl: its `param_offload` and `optimizer_offload`, by the helpers of its FSDP engine.
 placement: under `Colocated("streamed", stream_sync=True)`, `Cyclic(optimizer_in="streamed")` and
 `Resident()`. The budget is what gradients and activations leave. The forecast is that of
-`placement.forecast`, made before the job.
+`placement.forecast`, made before the job from what `placement doctor` measures on this machine.
 
 On the simulated device the figures show only that everything runs, and that the losses agree.
 """
@@ -184,12 +184,16 @@ def _measure(
         left = trainer.manager.device.memory().chunk_bytes
         add("on the device outside phases", left, "bytes")
         held = sum(handle.host_bytes for handle in trainer.manager.handles.values())
-        for what, told, found in (
-            ("registered, peak on the device", forecast.peak_bytes, snapshot.peak_bytes),
-            ("registered, on the host", forecast.host_bytes, held),
+        told_of = {phase.phase: phase.stall_seconds for phase in forecast.phases}
+        told_step = told_of.pop("train")  # only `optimizer.step()` moves something there
+        for what, told, found, unit in (
+            ("registered, peak on the device", forecast.peak_bytes, snapshot.peak_bytes, "bytes"),
+            ("registered, on the host", forecast.host_bytes, held, "bytes"),
+            ("moves", sum(told_of.values()), statistics.median(moves[1:]), "s"),
+            ("streamed step", told_step, statistics.median(steps[1:]), "s"),
         ):
-            add(f"{what}, forecast", told, "bytes")
-            add(what, found, "bytes")
+            add(f"{what}, forecast", told, unit)
+            add(what, found, unit)
             add(f"{what}, forecast off by", 100 * (told - found) / found, "%")
 
 

@@ -46,7 +46,9 @@ class _Engine:
         options |= {"mem_fraction_static": 0.3, "max_total_tokens": 1 << 17}
         options |= {"context_length": 1024, "max_running_requests": 16, "dtype": "bfloat16"}
         options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
-        options |= {"grammar_backend": "none", "disable_cuda_graph": True}
+        options |= {"grammar_backend": "none"}
+        # a graph for the four prompts; one of the prefill would be traced piece by piece
+        options |= {"cuda_graph_bs_decode": [4], "cuda_graph_backend_prefill": "disabled"}
         options |= {"port": 30000 + 1000 * _SYSTEMS.index(system), "log_level": "warning"}
         self._engine = sglang.Engine(model_path=model_folder(scale), **options)
         self._generate()

@@ -52,7 +52,7 @@ class Mirror:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._places: dict[int, _Place] = {}
         self._saving: list[tuple[_Place, torch.Tensor]] = []
         self.spoilt: dict[int, torch.Tensor] = {}
@@ -76,7 +76,7 @@ class Mirror:
         if all(self.has(block) for block in blocks):
             return
         self.release()
-        slab = self._device.host(sum(block.nbytes for block in blocks))
+        slab = self.device.host(sum(block.nbytes for block in blocks))
         start = 0
         for block in blocks:
             self._places[block.base] = _Place(slab.view(start, block.nbytes))
@@ -110,7 +110,7 @@ class Mirror:
             RuntimeError: the device failed. The next save copies again.
         """
         self.reserve(blocks)
-        self._device.sync()
+        self.device.sync()
         self._saving = []
         copies = []
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
@@ -124,12 +124,12 @@ class Mirror:
                 start = piece * PIECE_BYTES
                 nbytes = min(PIECE_BYTES, block.nbytes - start)
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
-        self._device.copy(copies, "to_host")
+        self.device.copy(copies, "to_host")
         return sum(copy.nbytes for copy in copies)
 
     def end_save(self) -> None:
         """Wait until every byte has arrived."""
-        self._device.wait(self._device.mark("to_host"))
+        self.device.wait(self.device.mark("to_host"))
         for place, prints in self._saving:
             place.prints = prints
         self._saving, self.spoilt = [], {}
@@ -137,11 +137,11 @@ class Mirror:
     def fetch(self, block: Block, source: torch.Tensor) -> None:
         """Start copying `source`, which is on the host, into a block."""
         copy = Copy(block.base, source.data_ptr(), source.nbytes)
-        self._device.copy([copy], "to_device")
+        self.device.copy([copy], "to_device")
 
     def end_fetch(self) -> None:
         """Wait until everything that was fetched has arrived."""
-        self._device.wait(self._device.mark("to_device"))
+        self.device.wait(self.device.mark("to_device"))
 
     def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left."""
@@ -168,7 +168,7 @@ class Mirror:
             return []
         prints = []
         for block in blocks:
-            bytes_of_block = self._device.view(block, 0, block.nbytes)
+            bytes_of_block = self.device.view(block, 0, block.nbytes)
             prints.append(fingerprints(bytes_of_block, _piece_sizes(block.nbytes)))
         # to the CPU together: each transfer is a wait for the device
         on_cpu = torch.cat(prints).cpu()

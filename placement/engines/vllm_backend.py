@@ -12,6 +12,7 @@ Read from vllm/device_allocator/sleep_mode_backend.py and cumem.py of vLLM 0.25 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -28,6 +29,7 @@ from placement.core.errors import IntegrityError
 from placement.core.journal import logger
 from placement.core.snapshot import mib
 from placement.core.states import WEIGHTS
+from placement.devices.cuda.driver import Driver
 from placement.devices.select import select_device
 from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror
 
@@ -43,6 +45,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
 
     def __init__(self) -> None:
         super().__init__()
+        self._properties: Any = None
+        """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
         self.copied_bytes = 0
         """Bytes that the last suspend or resume has copied."""
 
@@ -80,6 +84,9 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         kept = self._kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
+        if awake and self._properties is None:
+            memory = _place_of_memory(awake[0]).value
+            self._properties = self._driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
         weights = [_block(data) for data in awake if data.tag == WEIGHTS]
         if WEIGHTS not in kept and any(self._mirror.has(block) for block in weights):
             self._mirror.release()  # they are discarded, so they need no place
@@ -116,7 +123,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             IntegrityError: bytes that came back are not those that left. It is only logged if
                 something else of the engine is still asleep: weights that were woken alone can be
                 filled anew, and the next call raises unless they were.
-            RuntimeError: the device failed, or has not enough memory.
+            DeviceMemoryError: the device has not enough memory.
+            RuntimeError: the device failed.
         """
         began = time.monotonic()
         torch.cuda.empty_cache()
@@ -156,7 +164,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         `mapped` as soon as it is."""
         for data in coming:
             if data.cpu_backup_tensor is not None:
-                cumem.create_and_map(data.handle)
+                self._map(data)
                 mapped.append(data)
                 self._mirror.fetch(_block(data), data.cpu_backup_tensor)
         self._mirror.end_fetch()
@@ -164,8 +172,28 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         # 47 GB of new memory, 15.3 GB took 0.36 s instead of 0.29 (H200).
         for data in coming:
             if data.cpu_backup_tensor is None:
-                cumem.create_and_map(data.handle)
+                self._map(data)
                 mapped.append(data)
+
+    def _map(self, data: Any) -> None:
+        """Map a block with new memory, of the properties that its memory had.
+
+        vLLM's own `create_and_map` asks for memory with a fabric handle first, and again where the
+        driver refuses that: 0.37 s in place of 0.30 for 15.3 GB in 115 blocks (H200).
+        """
+        _, nbytes, address, _ = data.handle
+        driver = self._driver
+        with driver:
+            properties = self._properties or driver.property
+            memory = driver.call("cuMemCreate", nbytes, properties, 0)
+            try:
+                driver.call("cuMemMap", address, nbytes, 0, memory, 0)
+                driver.call("cuMemSetAccess", address, nbytes, driver.access[:1], 1)
+            except BaseException:
+                driver.failed("cuMemUnmap", address, nbytes)
+                driver.failed("cuMemRelease", memory)
+                raise
+        _place_of_memory(data).value = int(memory)
 
     def _compare(self, mapped: Sequence[Any], *, is_last: bool) -> None:
         """Compare the blocks that came back with the bytes that left. While a part is asleep vLLM
@@ -192,6 +220,11 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
     def _mirror(self) -> Mirror:
         index = next((data.handle[0] for data in _all_data()), 0)
         return Mirror(select_device(f"cuda:{index}"))
+
+    @property
+    def _driver(self) -> Driver:
+        driver: Driver = self._mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
+        return driver
 
     def _kept_tags(self, level: int) -> tuple[str, ...]:
         """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
@@ -224,6 +257,11 @@ def _all_data() -> list[Any]:
 
 def _block(data: Any) -> Block:
     return Block(data.handle[2], data.handle[1])
+
+
+def _place_of_memory(data: Any) -> ctypes.c_uint64:
+    """The word in which vLLM keeps the driver's handle of a block's memory."""
+    return ctypes.c_uint64.from_address(data.handle[3])
 
 
 def _bytes_of(all_data: Sequence[Any]) -> int:

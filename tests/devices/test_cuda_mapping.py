@@ -236,7 +236,7 @@ def test_peers_may_access_what_is_mapped(
     addresses = poisoned(device, SIZE + STEP)
     device.map(addresses, [device.create(SIZE)])
     assert len(driver.behind(addresses, devices=2)) == 2
-    assert [each.location.id for each in device._driver.access] == [1, 0], (
+    assert [each.location.id for each in device.driver.access] == [1, 0], (
         "not 2, which nobody uses; not 3, which cannot reach it"
     )
 

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import torch
 
+from placement.core.errors import DeviceMemoryError
 from placement.devices.base import poison_bytes
 from placement.devices.host.slab import Slab
 from placement.devices.memory import Copy, Direction
@@ -132,6 +133,9 @@ class Card:
         self.fails_in = -1
         """The number of blocks that can still be mapped; negative: as many as there is room for."""
         self.log: list[tuple[str, int]] = []
+        self.memory: dict[int, int] = {}
+        """The driver's handle of the memory behind each mapped address."""
+        self._created = 0
 
     @property
     def free_bytes(self) -> int:
@@ -142,19 +146,37 @@ class Card:
         self.blocks[slab.address] = slab
         return slab.address
 
-    def create_and_map(self, device: int, nbytes: int, address: int, handle: int) -> None:
+    def has_room(self, nbytes: int) -> bool:
+        return nbytes <= self.free_bytes and self.fails_in != 0
+
+    def new_memory(self) -> int:
+        self._created += 1
+        return self._created
+
+    def map(self, address: int, nbytes: int, memory: int) -> None:
         assert address not in self.mapped, "mapped twice"
-        if nbytes > self.free_bytes or self.fails_in == 0:
-            raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp")
         self.fails_in -= 1
-        self.mapped[address] = nbytes
+        self.mapped[address], self.memory[address] = nbytes, memory
         self.log.append(("map", nbytes))
         ctypes.memmove(address, poison_bytes(0, nbytes), nbytes)
 
-    def unmap_and_release(self, device: int, nbytes: int, address: int, handle: int) -> None:
+    def unmap(self, address: int, nbytes: int) -> int:
         assert self.mapped.pop(address) == nbytes, "not mapped"
         self.log.append(("unmap", nbytes))
         ctypes.memset(address, 0xAA, nbytes)
+        return self.memory.pop(address)
+
+    def create_and_map(self, device: int, nbytes: int, address: int, place: int) -> None:
+        """As in the C extension: `place` is the address of the word for the memory's handle."""
+        if not self.has_room(nbytes):
+            raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp")
+        memory = self.new_memory()
+        self.map(address, nbytes, memory)
+        ctypes.c_uint64.from_address(place).value = memory
+
+    def unmap_and_release(self, device: int, nbytes: int, address: int, place: int) -> None:
+        memory = self.unmap(address, nbytes)
+        assert memory == ctypes.c_uint64.from_address(place).value, "another block's memory"
 
     def check(self, address: int, nbytes: int) -> None:
         assert any(
@@ -168,12 +190,65 @@ class Card:
         ctypes.memmove(target, source, nbytes)
 
 
+class CardDriver:
+    """The driver's calls that the backend makes for itself, for a card."""
+
+    property = "of a GPU"
+    access = ("this GPU",)
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.created: dict[int, int] = {}
+        """Bytes by memory that is not mapped."""
+        self.is_access_refused = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        return getattr(self, function)(*arguments)
+
+    def failed(self, function: str, *arguments: Any) -> None:
+        self.call(function, *arguments)
+
+    def cuMemGetAllocationPropertiesFromHandle(self, memory: int) -> str:
+        assert memory in self.card.memory.values()
+        return "of vLLM's blocks"
+
+    def cuMemCreate(self, nbytes: int, properties: str, flags: int) -> int:
+        assert properties == "of vLLM's blocks"
+        if not self.card.has_room(nbytes):
+            raise DeviceMemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        memory = self.card.new_memory()
+        self.created[memory] = nbytes
+        return memory
+
+    def cuMemMap(self, address: int, nbytes: int, start: int, memory: int, flags: int) -> None:
+        assert self.created.pop(memory) == nbytes
+        self.card.map(address, nbytes, memory)
+
+    def cuMemSetAccess(self, address: int, nbytes: int, access: object, count: int) -> None:
+        assert self.card.mapped[address] == nbytes
+        if self.is_access_refused:
+            raise RuntimeError("cuMemSetAccess: CUDA_ERROR_UNKNOWN")
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> None:
+        self.created[self.card.unmap(address, nbytes)] = nbytes
+
+    def cuMemRelease(self, memory: int) -> None:
+        del self.created[memory]
+
+
 class CardDevice(SimulatedDevice):
     """A device whose copies go between a card and the host."""
 
     def __init__(self, card: Card) -> None:
         super().__init__(1 << 20)
         self.card = card
+        self.driver = CardDriver(card)
         self.copied: list[int] = []
         self.fails_in = -1
         self.flips: set[int] = set()
@@ -202,6 +277,7 @@ class Vllm:
         self.folder = self.modules.folder
         self.card = Card(capacity_bytes)
         self.device = CardDevice(self.card)
+        self.places: list[ctypes.c_uint64] = []
         self._stand_in()
         for name, given in (
             ("synchronize", lambda *_: None),
@@ -250,7 +326,8 @@ class Vllm:
         for value in values:
             nbytes = -(-value.nbytes // 4096) * 4096
             address = self.card.reserve(nbytes)
-            handle = (0, nbytes, address, len(self.card.blocks))
+            self.places.append(ctypes.c_uint64())
+            handle = (0, nbytes, address, ctypes.addressof(self.places[-1]))
             self.cumem.create_and_map(handle)
             self.allocator.python_malloc_callback(handle)
             view = self.card.blocks[address].view(0, value.nbytes).view(value.dtype)

@@ -47,7 +47,7 @@ class MemorySaver:
 
     def allocate(self, value: torch.Tensor) -> torch.Tensor:
         address = self.card.reserve(value.nbytes)
-        self.card.create_and_map(0, value.nbytes, address, 0)
+        self.card.map(address, value.nbytes, self.card.new_memory())
         self.segments[address] = {
             "address": address,
             "total_size": value.nbytes,
@@ -57,11 +57,11 @@ class MemorySaver:
 
     def pause(self, tag: str) -> None:
         for address, nbytes in self._of(tag):
-            self.card.unmap_and_release(0, nbytes, address, 0)
+            self.card.unmap(address, nbytes)
 
     def resume(self, tag: str) -> None:
         for address, nbytes in self._of(tag):
-            self.card.create_and_map(0, nbytes, address, 0)
+            self.card.map(address, nbytes, self.card.new_memory())
 
     def _of(self, tag: str) -> list[tuple[int, int]]:
         pools = [pool for (each, _), pool in self._pools.items() if each == tag]

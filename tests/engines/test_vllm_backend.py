@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import HostMemoryError, IntegrityError
+from placement import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.devices.base import poison_bytes
 from placement.engines import mirror
 from placement.engines.mirror import WEIGHTS_DIFFER
@@ -236,7 +236,7 @@ def test_memory_without_bytes_is_mapped_when_the_copies_are_done(
     assert set(steps[done + 1 :]) == {"map"}
 
 
-@pytest.mark.parametrize("how", ["no room", "map", "copy", "interrupt"])
+@pytest.mark.parametrize("how", ["no room", "map", "access", "copy", "interrupt"])
 @pytest.mark.parametrize("tags", [None, ["weights"]], ids=["all", "weights"])
 def test_a_wake_that_fails_leaves_everything_asleep_and_can_be_repeated(
     engine: Engine, how: str, tags: Any, monkeypatch: pytest.MonkeyPatch
@@ -248,9 +248,13 @@ def test_a_wake_that_fails_leaves_everything_asleep_and_can_be_repeated(
         with monkeypatch.context() as patch:
             what: type[BaseException] = RuntimeError
             if how == "no room":
+                what = DeviceMemoryError
                 patch.setattr(vllm.card, "capacity_bytes", 6 * PAGE)
             elif how == "map":
+                what = DeviceMemoryError
                 patch.setattr(vllm.card, "fails_in", 2)
+            elif how == "access":
+                patch.setattr(vllm.device.driver, "is_access_refused", True)
             elif how == "copy":
                 patch.setattr(vllm.device, "fails_in", 1)
             else:
@@ -259,6 +263,7 @@ def test_a_wake_that_fails_leaves_everything_asleep_and_can_be_repeated(
             with pytest.raises(what):
                 engine.backend.resume(tags)
         assert vllm.card.mapped == {}
+        assert vllm.device.driver.created == {}
         assert vllm.tags_asleep() == asleep
         assert engine.backend.state() == "SUSPENDED"
     if tags is not None:

@@ -44,8 +44,8 @@ def round_trip(device: CudaDevice, address: int, source: torch.Tensor) -> bool:
 
 
 def is_registered(device: CudaDevice, address: int) -> bool:
-    with device._driver:
-        return device._driver.failed("cuMemHostGetFlags", address) is None
+    with device.driver:
+        return device.driver.failed("cuMemHostGetFlags", address) is None
 
 
 def test_a_slab_becomes_pinned_in_the_background_and_copies_are_exact_at_every_moment(
@@ -74,9 +74,9 @@ def test_a_dead_slab_leaves_addresses_that_can_be_registered_again(device: CudaD
     fixed = 0x100000 | 0x22  # MAP_FIXED_NOREPLACE, private, anonymous
     assert host.libc.mmap(address, nbytes, host.READ_WRITE, fixed, -1, 0) == address
     try:
-        with device._driver:
-            assert device._driver.failed("cuMemHostRegister", address, nbytes, 0) is None
-            assert device._driver.failed("cuMemHostUnregister", address) is None
+        with device.driver:
+            assert device.driver.failed("cuMemHostRegister", address, nbytes, 0) is None
+            assert device.driver.failed("cuMemHostUnregister", address) is None
     finally:
         host.libc.munmap(ctypes.c_void_p(address), nbytes)
 

@@ -73,16 +73,16 @@ class CudaDevice(Device):
     """
 
     def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._driver = Driver(index)
+        self.driver = Driver(index)
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
-        self.granularity = self._driver.granularity
+        self.granularity = self.driver.granularity
         self.chunk_bytes = self._rounded(max(chunk_bytes, 1))
         self._chunks = Lives()
         self._ranges = Lives()
         self._poison: Poison | None = None
         self._answers: Answers | None = None
-        self._pinning = Pinning(self._driver)
+        self._pinning = Pinning(self.driver)
         # about: another thread that frees a tensor at the same moment is counted, too
         self.ipc_collected_bytes = 0
         self._place = placing(self.name, self.pci_address)
@@ -106,7 +106,7 @@ class CudaDevice(Device):
 
     @property
     def pci_address(self) -> str:
-        return self._driver.pci_address
+        return self.driver.pci_address
 
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
@@ -125,7 +125,7 @@ class CudaDevice(Device):
             pin=functools.partial(self._pinning.pin, counts=False),
             unpin=self._pinning.unpin,
         )
-        return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
+        return HostWords(slab, self.torch_device, has_one_address=self.driver.has_one_address)
 
     @property
     def _pin(self) -> Pin:
@@ -139,8 +139,8 @@ class CudaDevice(Device):
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
         reserved = round_up(nbytes, slot_bytes)  # whole slots: see `mapping`
-        base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
-        addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, slot_bytes))
+        base = int(self.driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
+        addresses = _Addresses(base, nbytes, Extent(self.driver, base, nbytes, slot_bytes))
         self._ranges.add(
             addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent)
         )
@@ -149,19 +149,19 @@ class CudaDevice(Device):
     def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
         """Free a range when its last tensor is gone. Waits for kernels that may still use it, whose
         fault would kill the context."""
-        if self._driver.usable:
+        if self.driver.usable:
             try:
                 if self.is_capturing():  # waiting now would break the capture
                     return False
             except RuntimeError:  # the device is unusable
                 return False
-            with self._driver:
-                if self._driver.failed("cuCtxSynchronize"):  # another thread captures a graph
+            with self.driver:
+                if self.driver.failed("cuCtxSynchronize"):  # another thread captures a graph
                     return False
                 try:
                     extent.end()
                 finally:
-                    self._driver.api.cuMemAddressFree(base, nbytes)
+                    self.driver.api.cuMemAddressFree(base, nbytes)
                     self._ranges.owned.pop(life, None)
         return True
 
@@ -175,7 +175,7 @@ class CudaDevice(Device):
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> DriverChunk:
-        handle = int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0))
+        handle = int(self.driver.call("cuMemCreate", nbytes, self.driver.property, 0))
         chunk = DriverChunk(handle, nbytes)
         self._chunks.add(chunk, nbytes, lambda life: self._release({life: handle}))
         return chunk
@@ -185,7 +185,7 @@ class CudaDevice(Device):
         self._release({weakref.ref(chunk): chunk.handle for chunk in own})
 
     def _release(self, handles: Mapping[Life, int]) -> bool:
-        if self._driver.usable:
+        if self.driver.usable:
             # Out of the ledger first, because other threads may look while the driver works, and no
             # number may be released twice.
             held = [
@@ -194,7 +194,7 @@ class CudaDevice(Device):
                 if self._chunks.owned.pop(life, None) is not None
             ]
             for handle in held:
-                self._driver.api.cuMemRelease(handle)
+                self.driver.api.cuMemRelease(handle)
         return True
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -210,13 +210,13 @@ class CudaDevice(Device):
             self._wiping = self._reserve(_WIPED_TOGETHER * self.chunk_bytes, self.chunk_bytes)
         addresses, extent = self._wiping, self._wiping.extent
         wiping = own_stream(self.torch_device.index, "wiping")
-        handle = self._driver.api.CUstream(wiping.cuda_stream)
-        with self._driver:
+        handle = self.driver.api.CUstream(wiping.cuda_stream)
+        with self.driver:
             for run in runs:
                 nbytes = sum(chunk.nbytes for chunk in run)
                 try:
                     extent.apply(extent.plan(0, nbytes, run, None))
-                    self._driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
+                    self.driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
                     wiping.synchronize()
                 finally:
                     extent.end()
@@ -243,7 +243,7 @@ class CudaDevice(Device):
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         stream = self._streams[direction]
-        handle = self._driver.api.CUstream(stream.cuda_stream)
+        handle = self.driver.api.CUstream(stream.cuda_stream)
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
         if direction == "to_device":
@@ -259,8 +259,8 @@ class CudaDevice(Device):
                 [(copy.host_address, copy.device_address, copy.nbytes, handle) for copy in copies],
             )
             stream.wait_stream(torch.cuda.current_stream(self.torch_device))
-        with self._driver:
-            self._driver.check(function, self._driver.outcomes(function, calls))
+        with self.driver:
+            self.driver.check(function, self.driver.outcomes(function, calls))
 
     def order(self, direction: Direction | None = None) -> None:
         current = torch.cuda.current_stream(self.torch_device)
@@ -340,7 +340,7 @@ class CudaDevice(Device):
             addresses.extent.apply(planned)
             try:
                 self._poison = Poison(
-                    self._driver,
+                    self.driver,
                     large,
                     small,
                     self.view(addresses, 0, addresses.nbytes),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from placement.core.errors import DeviceMemoryError
 from placement.devices.cuda.answers import Exported
 
 pytestmark = pytest.mark.gpu
@@ -28,11 +29,11 @@ class Engine:
         cumem = pytest.importorskip("vllm.device_allocator.cumem")
         from placement.engines.vllm_backend import PlacementBackend
 
-        create_and_map = cumem.create_and_map
+        map_block = PlacementBackend._map
 
-        def map_poison(handle: Any) -> None:
-            create_and_map(handle)
-            memory = Exported(None, handle[2], handle[1])
+        def map_poison(backend: PlacementBackend, data: Any) -> None:
+            map_block(backend, data)
+            memory = Exported(None, data.handle[2], data.handle[1])
             torch.as_tensor(memory, device="cuda").fill_(0xFF)
             torch.cuda.synchronize()
 
@@ -47,7 +48,7 @@ class Engine:
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph):
             self._sum()
-        monkeypatch.setattr(cumem, "create_and_map", map_poison)
+        monkeypatch.setattr(PlacementBackend, "_map", map_poison)
 
     def _sum(self) -> None:
         for place, weight in enumerate(self.weights):
@@ -99,7 +100,7 @@ def test_a_wake_without_memory_can_be_repeated(engine: Engine) -> None:
     taken = torch.empty(free - 100 * MIB, dtype=torch.uint8, device="cuda")
     left = free_bytes()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(DeviceMemoryError, match="out of memory"):
             engine.backend.resume()
         assert free_bytes() == left
     del taken
