@@ -227,7 +227,7 @@ class Placed(Trainer):
             budget_bytes=budget,
             phases=_OWN_PHASES,
             device=self.manager.device,
-            link=measured_link(device, self.rig.pick(1 << 20, 1 << 30, 1 << 30)),
+            link=measured_link(self.manager.device, self.rig.pick(1 << 20, 1 << 30, 1 << 30)),
         )
         # one after the other, so that no two models are in torch's own memory together
         self.actor = self.model(torch.float32)

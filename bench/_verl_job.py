@@ -32,11 +32,14 @@ class Job:
         events: when each phase began and ended, the host memory that was available then, and the
             snapshots of placement's managers after each step.
         output: all that its processes printed.
+        failure: the run failed, or took too long: the phase and the line. The end of the output is
+            a note on it. Steps and events are those until then.
     """
 
     steps: list[dict[str, Any]]
     events: list[dict[str, Any]]
     output: str
+    failure: RuntimeError | None = None
 
     @property
     def computed(self) -> list[dict[str, Any]]:
@@ -89,10 +92,6 @@ def run(
     Args:
         folder: where the run writes; made here.
         modules: imported by each process of the run.
-
-    Raises:
-        RuntimeError: the run failed, or took longer. It says in which phase and in which line; the
-            end of the output is a note on it.
     """
     folder.mkdir(parents=True)
     variables = {
@@ -143,14 +142,12 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     told = output.read_text(encoding="utf-8", errors="replace")
-    if status:
-        part = folder / PART
-        where = part.read_text(encoding="utf-8") if part.exists() else "its start"
-        failure = RuntimeError(f"verl's driver: {status} in {where}: {failures(told)}")
-        failure.add_note(told[-6000:])
-        raise failure
-    return Job(
-        [line["data"] for line in _lines(folder / "steps.jsonl")],
-        _lines(folder / "events.jsonl"),
-        told,
-    )
+    steps = [line["data"] for line in _lines(folder / "steps.jsonl")]
+    events = [event for event in _lines(folder / "events.jsonl") if event["step"] <= len(steps)]
+    if not status:
+        return Job(steps, events, told)
+    part = folder / PART
+    where = part.read_text(encoding="utf-8") if part.exists() else "its start"
+    failure = RuntimeError(f"verl's driver: {status} in {where}: {failures(told)}")
+    failure.add_note(told[-6000:])
+    return Job(steps, events, told, failure)

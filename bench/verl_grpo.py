@@ -9,7 +9,7 @@ made here. The actor has a shape of Qwen2.5 and random weights; all answers have
 
 Seconds are verl's own, the median of the counted steps of each run; with `--turns 2` each system
 runs twice, by turns. Bytes on the device are the driver's, of all processes of the first GPU. A run
-that dies is a row `error` with the phase and the line.
+that dies or takes too long is a row `error` with the phase and the line, beside its whole steps.
 
 Without a GPU the device is simulated, the actor is tiny, and the rollout is the one of the tests:
 it shows that the driver runs, that all its metrics are the same with placement, and how many bytes
@@ -25,7 +25,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,11 @@ class _Benchmark:
 
     def measure(self, scenario: str, system: str, turn: int) -> Job:
         """One run of a system. Seconds are written for all of its runs together, everything else
-        for the first."""
+        for the first. Of a run that failed its whole steps are written.
+
+        Raises:
+            RuntimeError: the run failed.
+        """
         folder = self._folder / f"{self._shape}-{_file_name(system)}-{turn}"
         recording: contextlib.AbstractContextManager[Timeline | None] = contextlib.nullcontext()
         if self._rig.is_cuda:
@@ -233,7 +237,7 @@ class _Benchmark:
                 uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", folder.with_suffix(".samples")
             )
         first_host_bytes = used_host_bytes()
-        with recording as timeline, self._record_kept(folder):
+        with recording as timeline:
             job = _verl_job.run(
                 folder,
                 self._inputs,
@@ -242,10 +246,24 @@ class _Benchmark:
                 self._modules,
                 self._seconds,
             )
-        self._seen.setdefault(system, []).extend(job.steps[self._uncounted :])
-        self._write_seconds(scenario, system)
-        if turn:
-            return job
+        if len(job.steps) > self._uncounted:
+            self._seen.setdefault(system, []).extend(job.steps[self._uncounted :])
+            self._write_seconds(scenario, system)
+            if not turn:
+                self._write_memory(scenario, system, job, timeline, first_host_bytes)
+        if job.failure is not None:
+            self._keep_record(folder)
+            raise job.failure
+        return job
+
+    def _write_memory(
+        self,
+        scenario: str,
+        system: str,
+        job: Job,
+        timeline: Timeline | None,
+        first_host_bytes: int,
+    ) -> None:
         most = max(event["used_host_bytes"] for event in job.events)
         self._results.add(
             scenario, system, "host peak, of the machine", (most - first_host_bytes) / 1e9, "GB"
@@ -257,25 +275,16 @@ class _Benchmark:
             self._write_moves(
                 scenario, system, snapshots[0][0], snapshots[-1][0], len(snapshots) - 1
             )
-        return job
 
-    @contextlib.contextmanager
-    def _record_kept(self, folder: Path) -> Iterator[None]:
-        """Keep what a run printed and wrote down, beside the results, if it fails: vLLM's own
+    def _keep_record(self, folder: Path) -> None:
+        """Keep what a run that failed has printed and written down, beside the results: vLLM's own
         errors come long before the end."""
-        try:
-            yield
-        except RuntimeError:
-            self._results.path.parent.mkdir(parents=True, exist_ok=True)
-            for name in ("output.txt", "steps.jsonl", "events.jsonl"):
-                if (folder / name).exists():
-                    shutil.copy(
-                        folder / name,
-                        self._results.path.with_name(
-                            f"{self._results.path.stem}_{folder.name}_{name}"
-                        ),
-                    )
-            raise
+        results = self._results.path
+        results.parent.mkdir(parents=True, exist_ok=True)
+        for name in ("output.txt", "steps.jsonl", "events.jsonl"):
+            if (folder / name).exists():
+                kept = results.with_name(f"{results.stem}_{folder.name}_{name}")
+                shutil.copy(folder / name, kept)
 
     def _write_seconds(self, scenario: str, system: str) -> None:
         """Write the seconds of all of a system's runs, in place of those of the runs before."""

@@ -39,6 +39,7 @@ def test_sglang_sleeps_and_wakes_as_a_handle(tmp_path: Path) -> None:
     job = _verl_job.run(
         tmp_path / "job", inputs, options, {"VERL_ENGINE_VENDOR": "placement"}, [], 1000.0
     )
+    assert job.failure is None, job.failure
     assert len(job.steps) == 3
     assert "placement knows the rollout as 'rollout' (PlacedServerAdapter)" in job.output
     (snapshot,) = job.events[-1]["states"]

@@ -38,10 +38,10 @@ class Engine:
             torch.cuda.synchronize()
 
         self.backend: Any = PlacementBackend()
-        allocator = cumem.CuMemAllocator.get_instance()
-        with allocator.use_memory_pool(tag="weights"):
+        self.allocator: Any = cumem.CuMemAllocator.get_instance()
+        with self.allocator.use_memory_pool(tag="weights"):
             self.weights = [torch.randn(n * MIB, device="cuda") for n in (40, 1, 9)]
-        with allocator.use_memory_pool(tag="kv_cache"):
+        with self.allocator.use_memory_pool(tag="kv_cache"):
             self.kv_cache = torch.zeros(64 * MIB, device="cuda")
         self._graph, self._sums = torch.cuda.CUDAGraph(), torch.zeros(3, device="cuda")
         self._sum()
@@ -66,8 +66,11 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine(monkeypatch)
     yield made
+    # The pools go before the next engine makes new ones: torch aborts where a pool outlives its
+    # allocator, as it does if vLLM replaces both.
     made.weights.clear()
-    del made.kv_cache
+    del made.kv_cache, made._graph
+    made.allocator.release_pools()
 
 
 def free_bytes() -> int:

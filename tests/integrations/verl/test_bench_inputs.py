@@ -52,17 +52,30 @@ def test_the_cause_and_the_end_of_a_run_are_named_with_their_lines() -> None:
     assert _verl_job.failures("all is well") == "no error in its output"
 
 
-def test_a_run_that_dies_says_in_which_part(tmp_path: Path) -> None:
+_DIES_IN_STEP_2 = """
+import json, os, sys
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
+    print(json.dumps({"step": 1, "data": {"timing_s/step": 0.5}}), file=file)
+with open(os.environ["VERL_BENCH_EVENTS"], "w") as file:
+    for step in (1, 2):
+        print(json.dumps({"step": step, "phase": "sleep"}), file=file)
+raise ValueError(str(sys.argv))
+"""
+
+
+def test_a_run_that_dies_has_its_whole_steps_and_says_in_which_part(tmp_path: Path) -> None:
     """In verl's place there is a package that refuses every recipe."""
     trainer = tmp_path / "site" / "verl" / "trainer"
     trainer.mkdir(parents=True)
     for package in (trainer.parent, trainer):
         (package / "__init__.py").touch()
-    (trainer / "main_ppo.py").write_text("import sys\nraise ValueError(str(sys.argv))\n")
+    (trainer / "main_ppo.py").write_text(_DIES_IN_STEP_2)
     site = {"PYTHONPATH": str(tmp_path / "site")}
-    with pytest.raises(
-        RuntimeError,
-        match=r"verl's driver: ended with 1 in its start: main_ppo.py:2, in <module>: ValueError",
-    ) as told:
-        _verl_job.run(tmp_path / "job", tmp_path, {"no.such.option": 1}, site, [], 200.0)
-    assert "no.such.option=1" in told.value.__notes__[0]
+    job = _verl_job.run(tmp_path / "job", tmp_path, {"no.such.option": 1}, site, [], 200.0)
+    assert job.steps == [{"timing_s/step": 0.5}]
+    assert [event["step"] for event in job.events] == [1]
+    assert job.failure is not None
+    assert str(job.failure).startswith(
+        "verl's driver: ended with 1 in its start: main_ppo.py:8, in <module>: ValueError"
+    )
+    assert "no.such.option=1" in job.failure.__notes__[0]

@@ -28,7 +28,7 @@ SECONDS = 400.0
 
 def _run(folder: Path, inputs: Path, environment: dict[str, str]) -> Job:
     environment = {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cuda", **environment}
-    return _verl_job.run(
+    job = _verl_job.run(
         folder,
         inputs,
         recipe.tiny(),
@@ -36,6 +36,9 @@ def _run(folder: Path, inputs: Path, environment: dict[str, str]) -> Job:
         ["tests.integrations.verl.driver_process"],
         SECONDS,
     )
+    if job.failure is not None:
+        raise job.failure
+    return job
 
 
 @pytest.mark.skipif(
