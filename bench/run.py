@@ -40,6 +40,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "replicated": (60, 180),
     "weights": (150, 240),
     "first_load": (90, 180),
+    "after_free": (40, 80),
     "publish": (60, 120),
     "weight_changes": (90, 150),
     "forecast": (40, 60),
