@@ -34,7 +34,7 @@ from placement.devices.memory import (
 )
 from placement.engines.tagged import TaggedEngine
 from placement.forecasting.description import Link
-from placement.registration.streamed_optimizer import allow
+from placement.registration.streamable import allow
 from placement.storage.layout import Sizing
 
 GRANULARITY = 2 << 20  # the granularity of the CUDA driver on every GPU so far

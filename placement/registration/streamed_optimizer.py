@@ -11,26 +11,34 @@ is larger than a bucket.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from placement.core.errors import IntegrityError, PhaseError
 from placement.core.method_call import MethodCall
 from placement.core.modes import without_modes
 from placement.core.weak import reference
 from placement.devices.base import Device, round_up
-from placement.frameworks.base import stepped_for
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.optimizer_state import optimizers_in
+from placement.registration.partial_step import (
+    ParameterSlice,
+    PartialStep,
+    is_counter,
+    sliceable_state,
+)
+from placement.registration.streamable import (
+    is_of_accelerate,
+    refusal,
+    refusal_now,
+    replaced_step,
+)
 from placement.storage.managed import ManagedStorage
 from placement.storage.pages import ChunkPool
 from placement.storage.range import Range, RangeChunk
@@ -43,7 +51,7 @@ from placement.storage.transfer.streamed import (
     window_of,
 )
 from placement.storage.watch.writes import message
-from placement.tensors.plain import PLAIN_TYPES, has_bytes, is_a, nested_tensors, plain_parts
+from placement.tensors.plain import PLAIN_TYPES, has_bytes, nested_tensors, plain_parts
 
 SteppedHandle = Any  # a `Handle`, whose module is above this one
 
@@ -170,7 +178,7 @@ class StreamedOptimizer:
             self._refuse_step(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)
             handle.guards.append(_StepCall(weakref.ref(self), optimizer, "step"))
-            for wrapper in filter(_is_of_accelerate, self._adapter.objects()):
+            for wrapper in filter(is_of_accelerate, self._adapter.objects()):
                 handle.guards.append(_MethodOfScaler(wrapper))
             self._is_installed = True
 
@@ -231,12 +239,12 @@ class StreamedOptimizer:
                 parts += self.parts_of(optimizer, parameter)
             stepped = [part.stepped for part in parts]
             handle = self._handle()
-            window = handle or self.measured()
+            window_bytes = (handle or self.measured()).window_bytes
             streamed = StreamedStep(
                 self.storage,
                 [part.piece for part in parts],
                 self._bucket_bytes,
-                window.window_bytes,
+                window_bytes,
                 lambda first, last: step.run(stepped[first:last]),
             ).run()
             if handle is not None:
@@ -382,275 +390,3 @@ def _tensors_in(entry: Any) -> Iterator[torch.Tensor]:
         for _, tensor in nested_tensors(value, ""):
             for _, part in plain_parts(tensor, ""):
                 yield part
-
-
-# --- optimizers whose step treats each parameter by itself, so that it can be made for some of the
-# parameters and then for the others
-#
-# These are classes of torch.optim whose update of a parameter depends on nothing but its gradient,
-# its own state and the options of its group. `PartialStep` makes such a step for a part of the
-# parameters. It calls the innermost step function with an object that has other parameter groups
-# and the optimizer's state, or for a slice that slice of the state. So the groups of the optimizer
-# itself are always the user's.
-#
-# The step functions of torch.optim compute an element from the same element of the parameter, its
-# gradient and its state, and from counters of the parameter. So a parameter whose state is larger
-# than a bucket can be stepped slice by slice, and comes out with the same bits. Muon is the
-# exception, because it multiplies whole matrices.
-
-
-class ParameterSlice(NamedTuple):
-    """Elements `start` up to `stop` (not included) of a parameter's part on this rank, in memory's
-    order."""
-
-    parameter: torch.Tensor
-    start: int
-    stop: int
-
-    def of(self, tensor: Any) -> torch.Tensor:
-        """The slice's elements of the parameter, of its gradient, or of a tensor of its state. A
-        view of one dimension."""
-        flat = _elements(tensor, self.parameter)
-        assert flat is not None
-        return flat[self.start : self.stop]
-
-    @property
-    def is_last(self) -> bool:
-        flat = _elements(self.parameter, self.parameter)
-        return flat is None or self.stop == flat.numel()
-
-
-def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a parameter's state that have an element for each of its own, flat, on this
-    rank; empty if it cannot be sliced."""
-    entry = optimizer.state.get(parameter)
-    flat = _elements(parameter, parameter)
-    if not entry or flat is None or _own(type(optimizer)) in _OF_MATRICES:
-        return []
-    gradient = parameter.grad
-    if gradient is not None and (
-        gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None
-    ):
-        return []
-    state = []
-    for value in entry.values():
-        if value is None or is_counter(value):
-            continue
-        elements = _elements(value, parameter) if isinstance(value, torch.Tensor) else None
-        if elements is None or elements.numel() != flat.numel():
-            return []
-        state.append(elements)
-    return state
-
-
-def is_counter(value: object) -> bool:
-    """Whether a value of a parameter's state is a number for the whole parameter, which every step
-    updates once."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _elements(tensor: Any, parameter: Any) -> torch.Tensor | None:
-    """The elements of a tensor on this rank, in one dimension; None if they are not the
-    parameter's, one by one and in order."""
-    if tensor.shape != parameter.shape:
-        return None
-    if is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        if not is_a(tensor, "torch.distributed.tensor", "DTensor"):
-            return None
-        if tensor.device_mesh != parameter.device_mesh:
-            return None
-        if tensor.placements != parameter.placements:
-            return None
-        if any(placement.is_partial() for placement in tensor.placements):
-            return None
-        tensor = tensor._local_tensor  # to_local() would record it for autograd
-    if type(tensor) not in PLAIN_TYPES or not tensor.is_contiguous():
-        return None
-    flat: torch.Tensor = tensor.detach().view(-1)
-    return flat
-
-
-_NAMES = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-_CLASSES: tuple[type, ...] = tuple(
-    getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)
-)
-KNOWN = ", ".join(cls.__name__ for cls in _CLASSES)
-
-
-def _own(cls: Any) -> tuple[Any, Any]:
-    """The functions that make a class's step, without wrappers: torch's constructor and
-    torch.compile put them around."""
-    return inspect.unwrap(cls.step), inspect.unwrap(cls._init_group)
-
-
-_STEPS = {_own(cls) for cls in _CLASSES}
-_OF_MATRICES = {_own(cls) for cls in _CLASSES if cls.__name__ == "Muon"}
-
-
-def allow(cls: type) -> type:
-    """Take a class as one whose step treats each parameter by itself, too. A decorator."""
-    _STEPS.add(_own(cls))
-    return cls
-
-
-def refusal(root: Any) -> str | None:
-    """Why the step of a registered optimizer cannot be made in parts, with advice; None if it
-    can."""
-    objects, leaves = optimizers_in(root)
-    inner = leaves[0].optimizer if len(leaves) == 1 else None
-    instead = "use optimizer_in='train' or 'optimizer_step' for it"
-    wrappers = [wrapper for wrapper in objects if wrapper is not inner]
-    if inner is None or not all(map(_is_of_accelerate, wrappers)) or stepped_for(objects):
-        return (
-            f"{_name(root)} steps other optimizers by code of its own, which may need all their "
-            f"state at once; {instead}"
-        )
-    if not hasattr(type(inner), "_init_group") or _own(type(inner)) not in _STEPS:
-        return (
-            f"{_name(inner)} is not known to treat each parameter by itself (known: {KNOWN}); "
-            f"{instead}"
-        )
-    if any(group.get("differentiable") for group in inner.param_groups):
-        return f"differentiable=True keeps what a step computes for autograd; {instead}"
-    return None
-
-
-def _is_of_accelerate(obj: object) -> bool:
-    return is_a(obj, "accelerate.optimizer", "AcceleratedOptimizer")
-
-
-def refusal_now(optimizer: Any) -> str | None:
-    """Why the next step cannot be made in parts although the optimizer's can, with advice; None if
-    it can."""
-    stepped = list[Any]()
-    for group in optimizer.param_groups:
-        stepped += [parameter for parameter in group["params"] if parameter.grad is not None]
-    if len(stepped) > len({id(parameter) for parameter in stepped}):
-        return (
-            "a parameter stands twice in its groups, and would be stepped twice: give each "
-            "parameter once, or use optimizer_in='train'"
-        )
-    if any(parameter.grad.layout is not torch.strided for parameter in stepped):
-        return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
-    if any(type(parameter) not in PLAIN_TYPES and _reduces(parameter) for parameter in stepped):
-        return (
-            "gradients have still to be summed over ranks (Partial), or are sharded otherwise than "
-            "their parameters, so the step itself calls collectives, which ranks with other "
-            "buckets would call in another order: redistribute them before the step, p.grad = "
-            "p.grad.redistribute(placements=p.placements), or use optimizer_in='train'"
-        )
-    if torch.is_inference_mode_enabled():
-        return "it is called in inference mode, in which no state can be made: call it outside"
-    return None
-
-
-def _reduces(parameter: Any) -> bool:
-    """Whether a step of a sharded parameter calls collectives for its gradient. Of one that every
-    rank has whole, it takes a part."""
-    placements = getattr(parameter, "placements", ())
-    of_gradient = getattr(parameter.grad, "placements", placements)
-    for placement, placement_of_gradient in zip(placements, of_gradient, strict=True):
-        if placement != placement_of_gradient and not placement_of_gradient.is_replicate():
-            return True
-    return False
-
-
-def replaced_step(optimizer: Any) -> str | None:
-    """Why the optimizer's own method may do more than a step, with advice; None if it makes a step
-    alone. A learning rate scheduler replaces the method by one that tells it of the step, and
-    accelerate by the method itself."""
-    step = vars(optimizer).get("step")
-    step_of_class = type(optimizer).step
-    if step is None or getattr(step, "__func__", None) is step_of_class:
-        return None
-    is_scheduled = hasattr(step, "_wrapped_by_lr_sched")
-    if is_scheduled and inspect.unwrap(step) is inspect.unwrap(step_of_class):
-        return None
-    return (
-        f"something has replaced its step() by {getattr(step, '__qualname__', step)!r}, which may "
-        "do more than a step: undo that"
-    )
-
-
-def _name(optimizer: Any) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time, or for slices of one. It runs
-    in the implementation (for-loop, foreach, fused) that torch would choose for all parameters of a
-    group together, because another one may round differently. `parameters` have a gradient."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        # without the wrappers of torch's constructor (hooks, gradient mode)
-        self._step = inspect.unwrap(type(optimizer).step)
-        self._chosen = [_implementation(group) for group in optimizer.param_groups]
-        self._group_of: dict[int, int] = {}  # the index of a parameter's group, by its identity
-        self.parameters: list[torch.Tensor] = []
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._group_of[id(parameter)] = index
-                    self.parameters.append(parameter)
-
-    def run(self, parts: Sequence[torch.Tensor | ParameterSlice]) -> None:
-        """Step these parameters, and slices of parameters."""
-        by_group: dict[int, list[torch.Tensor]] = {}
-        for part in parts:
-            if isinstance(part, ParameterSlice):
-                self._step_slice(part)
-            else:
-                by_group.setdefault(self._group_of[id(part)], []).append(part)
-        if by_group:
-            self._call(by_group, self._optimizer.state)
-
-    def _step_slice(self, part: ParameterSlice) -> None:
-        """Step a slice with the same slice of the state. The counters themselves count once, with
-        the last slice."""
-        stepped = part.of(part.parameter)
-        stepped.grad = part.of(part.parameter.grad)
-        state: dict[str, Any] = {}
-        for key, value in self._optimizer.state[part.parameter].items():
-            if is_counter(value):
-                state[key] = value if part.is_last else value.clone()
-            else:
-                state[key] = None if value is None else part.of(value)
-        group = self._group_of[id(part.parameter)]
-        self._call({group: [stepped]}, {stepped: state})
-
-    def _call(
-        self,
-        parameters: Mapping[int, list[torch.Tensor]],
-        state: Mapping[torch.Tensor, Any],
-    ) -> None:
-        """Call the step function with these parameters alone, by the index of their group."""
-        groups = []
-        for index, params in parameters.items():
-            group = self._optimizer.param_groups[index]
-            groups.append({**group, **self._chosen[index], "params": params})
-        part = object.__new__(type(self._optimizer))
-        vars(part).update(vars(self._optimizer), param_groups=groups, state=state)
-        self._step(part)
-
-
-def _implementation(group: dict[str, Any]) -> dict[str, bool]:
-    """The option that a part of a group needs so that torch chooses the same implementation as for
-    the whole group."""
-    if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
-        return {}
-    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-    _, foreach = _default_to_fused_or_foreach(stepped, differentiable=False, use_fused=False)
-    return {} if foreach else {"foreach": False}

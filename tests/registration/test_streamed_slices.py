@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from placement import IntegrityError
-from placement.registration.streamed_optimizer import sliceable_state
+from placement.registration.partial_step import sliceable_state
 from tests.registration.test_streamed_optimizer import BUCKET, STEPPED, Pair, adamw
 from tests.support.buckets import set_bucket_bytes
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import placement
 from placement.policies import Colocated
-from placement.registration.streamed_optimizer import StreamedOptimizer, sliceable_state
+from placement.registration.partial_step import sliceable_state
+from placement.registration.streamed_optimizer import StreamedOptimizer
 from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
