@@ -139,7 +139,8 @@ class Suspension:
         is_on = "suspended now" if self._phases.is_suspended else "over"
         if request.drop:
             is_on += f", and has dropped {listed(self._dropped) or 'nothing'}"
-        return f"epoch {request.epoch} cannot begin: the last one, {self.epoch}, is {is_on}"
+        asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
+        return f"{asked} cannot begin: the last one, {self.epoch}, is {is_on}"
 
     # --- carrying it out
 
