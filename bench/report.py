@@ -381,30 +381,35 @@ def engines(results: Results) -> str:
     return "\n".join(written)
 
 
-_WHOLE_JOB = ("7.6B, 4,096 tokens, 80 GB", "7.6B, 4,096 tokens, the whole GPU")
+_WHOLE_JOBS = ("7.6B, 4,096 tokens", "4B, 65,536 tokens")
+_ROOMS = ("80 GB", "the whole GPU")
 
 
 def whole_job(results: Results) -> str:
-    """What the README shows of `bench.one_gpu`: the largest model, with and without placement."""
+    """What the README shows of `bench.one_gpu`: seconds of a step, and the peak on the device, with
+    and without placement."""
     content = results["one_gpu"]
-    gpu = content["machine"]["gpu"]
-    metrics = ("step", "peak, seen by the driver", "losses as torch's")
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
     written = [
-        f"| 7.6B on one {gpu} | a step | on the device | losses as torch's |",
-        "|---" * 4 + "|",
+        f"| on one {content['machine']['gpu']} | {' a step | '.join(_WHOLE_JOBS)} a step |",
+        "|---" * (1 + len(_WHOLE_JOBS)) + "|",
     ]
-    for scenario in _WHOLE_JOB:
-        systems: dict[str, dict[str, Mapping[str, Any]]] = {}
-        for row in content["rows"]:
-            if row["scenario"] == scenario:
-                systems.setdefault(row["system"], {})[row["metric"]] = row
-        room = scenario.rpartition(", ")[2]
-        for system, rows in systems.items():
-            cells = [_cell_of_one_gpu(rows, metric) for metric in metrics]
-            if "step" not in rows:
-                cells = ["out of memory", "", ""]
-            written.append(f"| {system}, {room} | {' | '.join(cells)} |")
+    for room in _ROOMS:
+        for system in dict.fromkeys(system for scenario, system in found if room in scenario):
+            jobs = [found.get((f"{job}, {room}", system)) for job in _WHOLE_JOBS]
+            if all(job is not None for job in jobs):
+                cells = [_whole_job_cell(job) for job in jobs if job is not None]
+                written.append(f"| {system}, {room} | {' | '.join(cells)} |")
     return "\n".join(written)
+
+
+def _whole_job_cell(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    if "step" not in rows:
+        return "out of memory"
+    metrics = ("step", "peak, seen by the driver")
+    return ", ".join(_cell_of_one_gpu(rows, metric) for metric in metrics)
 
 
 PAGES: Mapping[str, Callable[[Results], str]] = {
