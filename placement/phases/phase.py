@@ -338,9 +338,9 @@ class TransitionLock:
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
-        """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process,
-        after `close`, inside a phase transition, in a graph's capture, or on a thread that phase
-        transitions wait for."""
+        """Hold the lock for a phase transition or a streamed step, with Ctrl-C deferred. Refuses it
+        in another process, after `close`, and on a thread that phase transitions wait for.
+        `inside`, `capturing`: the errors inside a phase transition and in a graph's capture."""
         if is_background():
             raise PhaseError(
                 "an object was garbage-collected on a thread of placement, and its code (__del__) "
