@@ -191,6 +191,7 @@ class OpenPhases:
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
+                # also those that it has off the device, so that nothing is loaded
                 for name, state in inner.plan.targets.items():
                     if state is State.CPU_OFFLOADED:
                         own.add(name)
@@ -276,6 +277,8 @@ class TransitionLock:
         raises_own_error: bool,
         error: BaseException | None,
     ) -> Iterator[None]:
+        """The block of `attempt` on a rank of a group. Its error goes to the group, which answers
+        with the error that all ranks raise."""
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield

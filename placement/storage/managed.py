@@ -285,6 +285,7 @@ class ManagedStorage(Storage):
         if place is None:
             return None
         r, offset = place
+        # while the object is loaded, a mirror has the lasting tensors that have moved in
         if not is_on_host and (r.transient or r.moving_in is not None):
             return None
         r.pages.wait_until_saved()
