@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError, listed
@@ -121,7 +121,7 @@ def audit(
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
     tensor, so not for the hot path."""
-    outside, turn, writes = reconciler.outside, reconciler.turn, reconciler.changes.writes
+    outside = reconciler.outside
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
@@ -129,52 +129,59 @@ def audit(
     memory = device.memory()
     outside.measure(memory)
     outside.wait_for_others(_OTHERS_SECONDS)
-    chunks, declared = memory.chunk_bytes, chunk_bytes(handles.values())
-    if chunks != declared:
-        detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
-        findings.append(Finding(handle=None, what="unaccounted", detail=detail))
-    for name in dict.fromkeys(change.handle for change in writes):
-        detail = message(change for change in writes if change.handle == name)
-        findings.append(Finding(handle=name, what="wrong_write", detail=detail))
-    if turn is not None and turn.is_held:
-        staying = []
-        for handle in handles.values():
-            if handle.is_on_device and not plan.on_device(handle.name):
-                staying.append(handle.name)
-        if staying:
-            detail = f"the turn on {turn.gpu} does not end while {listed(staying)} is on the device"
-            findings.append(Finding(handle=None, what="turn", detail=detail))
-    resident = sum(handle.resident_bytes for handle in handles.values())
-    lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
-    lines += [
-        (f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}")
-        for h in handles.values()
-    ]
+    findings += _device_findings(handles.values(), plan, memory.chunk_bytes, reconciler)
     for handle in handles.values():
         handle.storage.look_at_framework_memory(everywhere=True)
-    kept_by_framework = [
-        (h.name, name, nbytes)
-        for h in handles.values()
-        for name, nbytes in h.storage.kept_by_framework
-    ]
-    lines += [
-        (f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device")
-        for handle, name, nbytes in kept_by_framework
-    ]
-    lines += outside.report()
+    resident_bytes = sum(handle.resident_bytes for handle in handles.values())
+    lines = [*_table(handles.values()), *outside.report()]
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     count = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
-    lines.append(f"{resident:,} bytes of handles on {device.name}, {count}")
+    lines.append(f"{resident_bytes:,} bytes of handles on {device.name}, {count}")
     return Audit(
         ok=not findings,
         findings=tuple(findings),
-        resident_bytes=resident,
-        foreign_bytes=sum(nbytes for *_, nbytes in kept_by_framework),
+        resident_bytes=resident_bytes,
+        foreign_bytes=sum(handle.foreign_bytes for handle in handles.values()),
         unaccounted_bytes=memory.unaccounted_bytes
         if outside.own_bytes is None
         else outside.own_bytes,
         report="\n".join(lines),
     )
+
+
+def _table(handles: Collection[Handle]) -> list[str]:
+    """The lines of a report about these handles: a row for each, then the foreign memory."""
+    lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
+    for handle in handles:
+        figures = f"{handle.resident_bytes:>16,} {handle.host_bytes:>16,}"
+        lines.append(f"{handle.name:<24} {handle.state:<14} {figures}")
+    for handle in handles:
+        for name, nbytes in handle.storage.kept_by_framework:
+            lines.append(f"foreign: {handle.name}: {name} ({nbytes:,} bytes) stays on the device")
+    return lines
+
+
+def _device_findings(
+    handles: Collection[Handle], plan: Plan, held_bytes: int, reconciler: Reconciler
+) -> Iterable[Finding]:
+    """The findings about all handles together. `held_bytes`: those of the device's chunks."""
+    declared_bytes = chunk_bytes(handles)
+    if held_bytes != declared_bytes:
+        detail = f"the device holds {held_bytes:,} bytes of chunks, the handles {declared_bytes:,}"
+        yield Finding(handle=None, what="unaccounted", detail=detail)
+    writes = reconciler.changes.writes
+    for name in dict.fromkeys(change.handle for change in writes):
+        detail = message(change for change in writes if change.handle == name)
+        yield Finding(handle=name, what="wrong_write", detail=detail)
+    turn = reconciler.turn
+    if turn is not None and turn.is_held:
+        staying = []
+        for handle in handles:
+            if handle.is_on_device and not plan.on_device(handle.name):
+                staying.append(handle.name)
+        if staying:
+            detail = f"the turn on {turn.gpu} does not end while {listed(staying)} is on the device"
+            yield Finding(handle=None, what="turn", detail=detail)
 
 
 def chunk_bytes(handles: Iterable[Handle]) -> int:

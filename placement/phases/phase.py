@@ -191,6 +191,7 @@ class OpenPhases:
         for inner in self.inside(leaving):
             own = meant(inner.only, self._handles)
             if own is not None:
+                # also those that it has off the device, so that nothing is loaded
                 for name, state in inner.plan.targets.items():
                     if state is State.CPU_OFFLOADED:
                         own.add(name)
@@ -276,6 +277,8 @@ class TransitionLock:
         raises_own_error: bool,
         error: BaseException | None,
     ) -> Iterator[None]:
+        """The block of `attempt` on a rank of a group. Its error goes to the group, which answers
+        with the error that all ranks raise."""
         with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
@@ -338,9 +341,9 @@ class TransitionLock:
 
     @contextmanager
     def busy(self, inside: str, capturing: str) -> Iterator[None]:
-        """Hold the lock, with Ctrl-C deferred. Refuses what must not begin now: in another process,
-        after `close`, inside a phase transition, in a graph's capture, or on a thread that phase
-        transitions wait for."""
+        """Hold the lock for a phase transition or a streamed step, with Ctrl-C deferred. Refuses it
+        in another process, after `close`, and on a thread that phase transitions wait for.
+        `inside`, `capturing`: the errors inside a phase transition and in a graph's capture."""
         if is_background():
             raise PhaseError(
                 "an object was garbage-collected on a thread of placement, and its code (__del__) "

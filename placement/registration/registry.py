@@ -203,14 +203,8 @@ class Registry:
         """Make the object's storage, attach the object to the handle, and put guards on it. Raises
         RegistrationError: the object is refused. After any error the caller calls `_unbind`."""
         adapter = self._new_adapter(handle, target, external)
-        if ranks is not None and (adapter.kind != "module" or adapter.external is not None):
-            reason = f"it is an {adapter.kind}"
-            if adapter.external is not None:
-                reason = f"something else places its bytes ({adapter.external})"
-            raise RegistrationError(
-                f"{handle.name!r}: ranks share frozen tensors of modules that placement moves, and "
-                f"{reason}; register it without replicated=True"
-            )
+        if ranks is not None:
+            _require_shareable(handle.name, adapter)
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
             if key in self._by_key:
@@ -225,31 +219,36 @@ class Registry:
             adapter.follow([module for module in modules if module is not None])
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
-        elif adapter.external is None:
-            adoption = Adoption(self._device, self._new_slab, self._when_unused)
-            arguments = self._device, adapter, handle.name, handle.readonly, adoption
-            if ranks is None:
-                holding = ManagedStorage(*arguments)
-            else:
-                holding = ReplicatedStorage(*arguments, ranks)
-            handle.storage = holding
-            with torch.no_grad():
-                holding.adopt()
-                is_predictable = self._reserve_and_measure_state(handle, holding, adapter)
-            if isinstance(adapter, OptimizerAdapter):
-                handle.streamed = StreamedOptimizer(
-                    handle, holding, adapter, self._streaming, is_predictable=is_predictable
-                )
-            warning = None if self._has_warned else _warning_of_captures()
-            if warning is not None:
-                self._has_warned = True
-                logger.warning("%s", warning)
-        else:
+        elif adapter.external is not None:
             handle.storage = ExternalStorage(adapter)
+        else:
+            self._adopt(handle, adapter, ranks)
         handle.attach(target, adapter, self._when_gone)
         guards.install(handle, adapter.key_objects())
         handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
+
+    def _adopt(self, handle: Handle, adapter: Adapter, ranks: Ranks | None) -> None:
+        """Give the handle a storage that placement moves, which adopts the object's tensors.
+        `ranks`: as for `add`."""
+        adoption = Adoption(self._device, self._new_slab, self._when_unused)
+        arguments = self._device, adapter, handle.name, handle.readonly, adoption
+        if ranks is None:
+            holding = ManagedStorage(*arguments)
+        else:
+            holding = ReplicatedStorage(*arguments, ranks)
+        handle.storage = holding
+        with torch.no_grad():
+            holding.adopt()
+            is_predictable = self._reserve_and_measure_state(holding, adapter)
+        if isinstance(adapter, OptimizerAdapter):
+            handle.streamed = StreamedOptimizer(
+                handle, holding, adapter, self._streaming, is_predictable=is_predictable
+            )
+        warning = None if self._has_warned else _warning_of_captures()
+        if warning is not None:
+            self._has_warned = True
+            logger.warning("%s", warning)
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
         """Give the handle the storage of an engine that places its own memory. The handle keeps the
@@ -288,9 +287,7 @@ class Registry:
             target, name=handle.name, compute_device=self._device.torch_device, external=external
         )
 
-    def _reserve_and_measure_state(
-        self, handle: Handle, holding: ManagedStorage, adapter: Adapter
-    ) -> bool:
+    def _reserve_and_measure_state(self, holding: ManagedStorage, adapter: Adapter) -> bool:
         """Reserve host memory for state to be created, which an offload must not lack, and measure
         what is unborn. Returns whether the size of all is known."""
         sizes = adapter.expected_sizes()
@@ -360,6 +357,19 @@ class Registry:
         )
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
+
+
+def _require_shareable(name: str, adapter: Adapter) -> None:
+    """Raise RegistrationError unless ranks may share a host copy of the object."""
+    if adapter.kind == "module" and adapter.external is None:
+        return
+    reason = f"it is an {adapter.kind}"
+    if adapter.external is not None:
+        reason = f"something else places its bytes ({adapter.external})"
+    raise RegistrationError(
+        f"{name!r}: ranks share frozen tensors of modules that placement moves, and {reason}; "
+        "register it without replicated=True"
+    )
 
 
 def _holding_of(parameter: torch.Tensor) -> object:

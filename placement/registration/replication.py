@@ -65,7 +65,7 @@ class Replication:
             vote.propose(f"register {name} replicated")
             ranks = self._ranks(group, name, target, replicated)
             yield ranks
-            if ranks is None:
+            if ranks is None:  # the body asked no other rank: end the group's change here
                 vote.agree(Plan({}))
         except GroupError as error:
             # `exchange_texts` and `agree` ask the group past the vote, which has to learn the

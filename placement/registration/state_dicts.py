@@ -76,6 +76,7 @@ class StateDictCall(MethodCall):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """A state dict whose tensors follow the handle, in every state."""
         handle: Handle | None = self._guard()
         if handle is None:
             return method(*args, **kwargs)
@@ -83,9 +84,23 @@ class StateDictCall(MethodCall):
             state_dict = method(*args, **kwargs)
             if args or kwargs.get("destination") is not None:
                 return state_dict  # to an outer module's call, which does the rest
-            # else another thread has offloaded it: the computed values may be NaN
             if is_reading() or not _is_offloaded(handle):
                 return shown(handle, state_dict, hand_out_once)
+            # Another thread has offloaded the handle meanwhile, so the values may be NaN.
+        state_dict = self._run_over_host_copy(handle, method, args, kwargs)
+        state_dict = shown(handle, state_dict, hand_out_once)
+        _refuse_poison(handle, state_dict)
+        return state_dict
+
+    def _run_over_host_copy(
+        self,
+        handle: Handle,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The state dict of an offloaded handle, computed from the host copy. Raises
+        NotResidentError: torch would load values into what it is given."""
         callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
         if _WRITES_WHAT_IT_ASKS_FOR in callers:
             raise NotResidentError(
@@ -94,7 +109,7 @@ class StateDictCall(MethodCall):
             )
         try:
             with FromHostCopies():
-                state_dict = method(*args, **kwargs)
+                return method(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, PlacementError):
                 error.add_note(
@@ -103,9 +118,6 @@ class StateDictCall(MethodCall):
                     "the values on the device, ask inside a phase that has it there."
                 )
             raise
-        state_dict = shown(handle, state_dict, hand_out_once)
-        _refuse_poison(handle, state_dict)
-        return state_dict
 
 
 class ZeroCall(StateDictCall):
@@ -230,8 +242,8 @@ def is_stateless(optimizer: Any) -> bool:
 
 
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
-    """Whether a state dict has tensors in the ranges of the object, which means that it holds the
-    object's own tensors."""
+    """Whether a state dict that is being loaded holds the object's own tensors, in its ranges. Then
+    torch may have written to poison before a guard could refuse the call."""
     for value in state_dict.values() if isinstance(state_dict, Mapping) else ():
         if not isinstance(value, torch.Tensor):
             continue

@@ -285,6 +285,7 @@ class ManagedStorage(Storage):
         if place is None:
             return None
         r, offset = place
+        # while the object is loaded, a mirror has the lasting tensors that have moved in
         if not is_on_host and (r.transient or r.moving_in is not None):
             return None
         r.pages.wait_until_saved()
@@ -397,15 +398,16 @@ class ManagedStorage(Storage):
         *,
         drops_gradients: bool,
     ) -> tuple[tuple[Range, ...], bool]:
-        """Before an offload: take in new storages, without gradients that it drops. They move in
-        with the commit. Returns their ranges, and whether any is not transient."""
+        """During an offload: give new storages places, and start saving their bytes. The commit
+        moves them in. With `drops_gradients`, gradients are left out. Returns the ranges, and
+        whether any of them is lasting: new state."""
         # in a call of its own: no variable here refers to a storage when uses are counted
-        fresh, any_lasts = self._take_in_leaving(drops_gradients)
+        fresh, has_new_state = self._take_in_leaving(drops_gradients)
         # Counted here because the link is busy now. If there are none now, the commit, when the
         # link is idle, need not look again.
         if not self.state_dict_tensors and not self.stray_references():
             self._offload.may_have_stray_references = False
-        return fresh, any_lasts
+        return fresh, has_new_state
 
     def _take_in_leaving(self, drops_gradients: bool) -> tuple[tuple[Range, ...], bool]:
         """The part of `take_in_leaving` whose variables refer to storages."""

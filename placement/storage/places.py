@@ -91,19 +91,19 @@ class ObjectRanges:
     def note_unless_moved(
         self, in_place: Sequence[Owned], other_names: Mapping[str, str]
     ) -> list[str]:
-        """Note the places of now, unless a name has another place than noted. Returns such
-        names."""
-        noted = self._addresses, self._forms, self._outlines, self._other_names
-        self.note_places(in_place, other_names)
+        """Note the places of these tensors, unless some names are at other places than noted.
+        Returns such names."""
+        addresses = {owned.name: owned.tensor.untyped_storage().data_ptr() for owned in in_place}
         moved = []
-        for name, address in noted[0].items():
-            present = self._addresses.get(name)
-            if present is None and name in other_names:
-                present = self._addresses.get(other_names[name])
-            if present not in (None, address):
+        for name, noted_address in self._addresses.items():
+            address = addresses.get(name)
+            if address is None and name in other_names:
+                address = addresses.get(other_names[name])
+            # a name without a tensor has not moved: its tensor is gone
+            if address is not None and address != noted_address:
                 moved.append(name)
-        if moved:
-            self._addresses, self._forms, self._outlines, self._other_names = noted
+        if not moved:
+            self.note_places(in_place, other_names)
         return moved
 
     def add_places(self, fresh: Range) -> None:

@@ -158,14 +158,14 @@ class Range:
         self.pages.is_stale = True
 
     def note_shown(self) -> None:
-        """The slab is shown to a caller who may write there as long as the range is offloaded: do
-        not use prefetched pages."""
+        """The slab is shown to a caller who may write there: do not use prefetched pages, and take
+        the fingerprints anew at the next load."""
         self.is_shown = True
         self.pages.is_stale = True
 
     def relocated(self) -> list[PlacedStorage]:
-        """The storages that are alive, but not at their place, because their pointer was
-        changed."""
+        """The storages that are alive, but not at their place, because their pointer was changed.
+        An audit reports them. An offload finds them by a scan, with their tensors."""
         relocated = []
         for entry in self.placed:
             storage = entry.storage()

@@ -489,16 +489,17 @@ class Exchange:
     def _limit_room(
         self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]
     ) -> None:
-        """Limit the memory that a swap takes, however much is free, to the larger side and the
-        window, and leave the rest to others."""
-        if leaving and coming:
-            gained_bytes = 0
-            for holding in coming:
-                gained_bytes += holding.device_bytes - holding.prefetched_bytes
-            for holding in leaving:
-                gained_bytes -= max(0, holding.chunk_bytes - self._aside_bytes(holding))
-            room_bytes = max(0, gained_bytes) + WINDOW * self.device.chunk_bytes
-            self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, room_bytes)
+        """Let a swap take from the driver only the memory that the coming storages need beyond
+        that of the leaving ones, and the window. The rest, however much is free, is for others."""
+        if not leaving or not coming:
+            return
+        growth_bytes = 0
+        for holding in coming:
+            growth_bytes += holding.device_bytes - holding.prefetched_bytes
+        for holding in leaving:
+            growth_bytes -= max(0, holding.chunk_bytes - self._aside_bytes(holding))
+        room_bytes = max(0, growth_bytes) + WINDOW * self.device.chunk_bytes
+        self.chunk_pool.room_bytes = min(self.chunk_pool.room_bytes, room_bytes)
 
     def _commit_offloads(self, departures: Sequence[Departure]) -> dict[ManagedStorage, MoveResult]:
         """Commit the offloads, whose bytes are all on the host or aside. Returns their results."""

@@ -70,8 +70,8 @@ class Gradients:
 
     def drop(self, *, zero_buffers: bool) -> None:
         """Set every gradient to None. Ranges that this empties are dropped at the next move.
-        `zero_buffers`: also zero the framework's gradient buffers, which it keeps. Only while they
-        are on the device."""
+        `zero_buffers`: also zero the gradient buffers that a framework keeps, which must be on the
+        device."""
         for tensor in self._adapter.with_gradients():
             tensor.grad = None
         for framework in self._adapter.frameworks:

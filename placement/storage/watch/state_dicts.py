@@ -345,14 +345,14 @@ class StateDictTensors:
             self._ranges.are_values_lent = True
 
     def came(self) -> None:
-        """Show the device. Views may still write into the host copy, so the next offload copies
-        every page there; into a shared one no view may write. The host copy of a readonly object
-        stays as the views leave it: `commit_load` of the next load takes its fingerprints anew."""
+        """Show the device. Views cannot follow: they may still write into the host copy."""
         self.point_to_device()
         for r, _ in self.left_on_host():
             if self._readonly:
+                # an offload copies nothing back: at the next load such writes become the values
                 r.note_shown()
-            elif not r.is_shared:
+            elif not r.is_shared:  # no view may write into a shared host copy
+                # the next offload copies every page over such writes
                 r.pages.prints = None
 
     def warn_of_views(self) -> bool:
