@@ -47,7 +47,9 @@ _TOGETHER = {
         "tests/integrations/test_causal_models.py",
         "tests/integrations/test_demo.py",
         "tests/integrations/verl/test_bench_inputs.py",
+        "tests/forecasting/test_forecast.py",
         "tests/forecasting/test_forecast_truth.py",
+        "tests/cli/test_plan_command.py",
         "tests/docs/test_code_blocks.py",
         "tests/publish/test_publish_checkpoint_names.py",
         "tests/frameworks/test_compiled.py",
@@ -58,6 +60,7 @@ _TOGETHER = {
         "tests/integrations/verl/test_several_engines.py",
         "tests/integrations/verl/test_rollout.py",
         "tests/integrations/verl/test_plugin.py",
+        "tests/integrations/verl/test_tensorboard.py",
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
