@@ -91,7 +91,8 @@ def give_slices(urls: list[str]) -> dict[str, int]:
 
 def main() -> list[dict[str, Any]]:
     """Run both jobs. Returns for each its losses, those of a run alone, and how it waited."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "placement.testing"])  # imported once for both
     with tempfile.TemporaryDirectory() as folder:
         connections, jobs = [], []
         for seed in range(2):

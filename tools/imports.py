@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,15 @@ def modules() -> dict[str, Path]:
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules of the package that a file imports anywhere: for annotations, inside functions,
     and by `import_module` of a literal."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for name in _names(node):
-            module = _longest_known(name, known)
-            if module is not None:
-                yield module
+    for name in _names_in(path.read_text()):
+        module = _longest_known(name, known)
+        if module is not None:
+            yield module
+
+
+@functools.cache
+def _names_in(source: str) -> list[str]:
+    return [name for node in ast.walk(ast.parse(source)) for name in _names(node)]
 
 
 def _names(node: ast.AST) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from placement.observe.discovery import (
 )
 from placement.testing import SimulatedDevice
 from tests.observe.managed import managed
+from tests.support.forked import processes
 
 WORKER = """
 import sys, placement
@@ -46,6 +49,15 @@ def worker_process(folder: Path, rank: int) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "RANK": str(rank)},
     )
+
+
+def until_it_is_killed(folder: str, rank: int, announced: Connection) -> None:
+    """A worker that never ends by itself."""
+    os.environ["RANK"] = str(rank)
+    manager = placement.Manager(device=SimulatedDevice(1 << 20), discovery=folder)
+    manager.serve()
+    announced.send(None)
+    signal.pause()
 
 
 def test_who_a_worker_is() -> None:
@@ -99,26 +111,31 @@ def test_two_processes_are_found_and_a_killed_one_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One ends in order, and takes its file away; the other one is killed."""
-    workers = [worker_process(tmp_path, rank) for rank in range(2)]
+    ours, theirs = processes.Pipe()
+    doomed = processes.Process(target=until_it_is_killed, args=(str(tmp_path), 1, theirs))
+    doomed.start()
+    theirs.close()
+    process = worker_process(tmp_path, 0)
     try:
-        for process in workers:
-            assert process.stdout is not None
-            process.stdout.readline()
+        assert process.stdout is not None
+        process.stdout.readline()
+        ours.recv()
         assert [target.name for target in targets_in(tmp_path)] == ["node0/rank0", "node0/rank1"]
         assert all("error" not in view for view in views_of([str(tmp_path)]))
-        workers[1].kill()
-        workers[1].wait()
+        doomed.kill()
+        doomed.join()
         assert main(["status", str(tmp_path)]) == 1
         said = capsys.readouterr().out
         assert re.search(r"node0/rank1.*does not answer", said)
         assert not re.search(r"node0/rank0.*does not answer", said)
-        workers[0].communicate("")
-        assert workers[0].returncode == 0
+        process.communicate("")
+        assert process.returncode == 0
         assert [target.name for target in targets_in(tmp_path)] == ["node0/rank1"]
     finally:
-        for process in workers:
-            process.kill()
-            process.communicate()
+        doomed.kill()
+        doomed.join()
+        process.kill()
+        process.communicate()
 
 
 def test_a_forked_child_leaves_the_file(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import placement.policies
@@ -22,16 +22,17 @@ def modules() -> dict[str, Path]:
     return found | {f"policies/{path.name}": path for path in POLICIES.glob("*.py")}
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def docstrings(source: str) -> list[tuple[int, str]]:
     """Line and text of every string that stands alone: docstrings of modules, classes, functions
     and attributes."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            yield node.lineno, node.value.value
+    return [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
 
 
 def misplaced(source: str) -> list[tuple[int, str]]:

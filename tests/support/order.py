@@ -25,12 +25,19 @@ _TOGETHER = {
         "tests/observe/test_logs.py",
         "tests/sharded/test_async_checkpoint.py",
     ),
-    "peft": (
+    "sharded": (
         "tests/sharded/test_checkpoint.py",
         "tests/sharded/test_state_dicts.py",
         "tests/sharded/test_peft.py",
         "tests/sharded/test_publish_lora.py",
         "tests/engines/test_frameworks.py",
+        "tests/sharded/test_megatron.py",
+        "tests/sharded/test_megatron_fsdp.py",
+        "tests/field_bugs/test_megatron_4623_hybrid_device_optimizer.py",
+        "tests/sharded/test_publish_frameworks.py",
+        "tests/sharded/test_deepspeed.py",
+        "tests/sharded/test_veomni.py",
+        "tests/sharded/test_restore.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
@@ -40,34 +47,28 @@ _TOGETHER = {
         "tests/integrations/test_causal_models.py",
         "tests/integrations/test_demo.py",
         "tests/integrations/verl/test_bench_inputs.py",
+        "tests/forecasting/test_forecast.py",
         "tests/forecasting/test_forecast_truth.py",
+        "tests/cli/test_plan_command.py",
         "tests/docs/test_code_blocks.py",
         "tests/publish/test_publish_checkpoint_names.py",
         "tests/frameworks/test_compiled.py",
         "tests/sharded/test_quantized.py",
-    ),
-    "megatron": (
-        "tests/sharded/test_megatron.py",
-        "tests/sharded/test_megatron_fsdp.py",
-        "tests/field_bugs/test_megatron_4623_hybrid_device_optimizer.py",
-        "tests/sharded/test_publish_frameworks.py",
-        "tests/sharded/test_deepspeed.py",
-        "tests/sharded/test_veomni.py",
-        "tests/sharded/test_restore.py",
     ),
     "verl": (
         "tests/integrations/verl/test_fsdp_engines.py",
         "tests/integrations/verl/test_several_engines.py",
         "tests/integrations/verl/test_rollout.py",
         "tests/integrations/verl/test_plugin.py",
+        "tests/integrations/verl/test_tensorboard.py",
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer")
 _IMPORTS = {
-    "peft": ("peft",),
+    # one scope: a process takes what is imported for its first one alone
+    "sharded": ("peft", *_MEGATRON, "deepspeed"),
     "trl": ("trl.trainer.grpo_trainer",),
-    "megatron": (*_MEGATRON, "deepspeed"),
     "verl": ("tests.integrations.verl.imported",),
 }
 """What ranks of these scopes import that takes seconds."""
