@@ -26,6 +26,7 @@ from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
 from placement.core.errors import IntegrityError
+from placement.core.interrupts import deferred
 from placement.core.journal import logger
 from placement.core.snapshot import mib
 from placement.core.states import WEIGHTS
@@ -41,7 +42,11 @@ _WHAT_TO_DO = (
 
 class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is not known here
     """Moves the blocks of vLLM's allocator at the speed of the link. It is made by vLLM, once a
-    worker."""
+    worker.
+
+    Ctrl-C is deferred while blocks are mapped and unmapped: between a driver's call and its record
+    it would lose memory, or have a block mapped twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +73,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         Raises:
             HostMemoryError: there is not enough now. The first sleep asks again.
         """
+        self._learn_properties()
         kept = self._kept_tags(1)
         if blocks := [_block(data) for data in _all_data() if data.tag in kept]:
             self._mirror.reserve(blocks)
@@ -81,27 +87,24 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             RuntimeError: the device failed. Nothing is asleep if it refused to copy.
         """
         began = time.monotonic()
+        self._learn_properties()
         kept = self._kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
-        if awake and self._properties is None:
-            memory = _place_of_memory(awake[0]).value
-            self._properties = self._driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
         weights = [_block(data) for data in awake if data.tag == WEIGHTS]
         if WEIGHTS not in kept and any(self._mirror.has(block) for block in weights):
             self._mirror.release()  # they are discarded, so they need no place
-        self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
-        if self.copied_bytes:
-            gc.collect()  # as in vLLM's own sleep, but while the link works
-        living = _allocator().pointer_to_data
-        for data in awake:  # likewise: 40 GiB take 20 ms (H200)
-            if data.tag not in kept and living.get(data.handle[2]) is data:
-                _unmap(data)
-        self._mirror.end_save()
-        self._state = "SUSPENDED"
-        for data in leaving:
-            data.cpu_backup_tensor = self._mirror.host(_block(data))
-            if living.get(data.handle[2]) is data:  # else it was garbage, and is unmapped already
+        with deferred():
+            self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
+            if self.copied_bytes:
+                gc.collect()  # as in vLLM's own sleep, but while the link works
+            for data in awake:  # likewise: 40 GiB take 20 ms (H200)
+                if data.tag not in kept:
+                    _unmap(data)
+            self._mirror.end_save()
+            self._state = "SUSPENDED"
+            for data in leaving:
+                data.cpu_backup_tensor = self._mirror.host(_block(data))
                 _unmap(data)
         torch.cuda.empty_cache()
         logger.info(
@@ -127,6 +130,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             RuntimeError: the device failed.
         """
         began = time.monotonic()
+        self._learn_properties()
         torch.cuda.empty_cache()
         asleep = [data for data in _all_data() if data.is_asleep]
         coming = [data for data in asleep if _is_woken(data.tag, tags)]
@@ -136,21 +140,23 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         ):
             raise IntegrityError(f"{WEIGHTS_DIFFER}, and were not written since. {_WHAT_TO_DO}")
         mapped: list[Any] = []
-        try:
-            self._bring_back(coming, mapped)
-            self._compare(mapped, is_last=is_last)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
-                self._mirror.end_fetch()
+        with deferred():
+            try:
+                self._bring_back(coming, mapped)
+                self._compare(mapped, is_last=is_last)
+            except BaseException:
+                try:
+                    with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
+                        self._mirror.end_fetch()  # Ctrl-C that came before is raised here
+                finally:
+                    for data in mapped:
+                        _unmap(data)
+                raise
+            backups = [data.cpu_backup_tensor for data in mapped]
+            self.copied_bytes = sum(backup.nbytes for backup in backups if backup is not None)
             for data in mapped:
-                _unmap(data)
-            raise
-        self.copied_bytes = sum(
-            data.cpu_backup_tensor.nbytes for data in mapped if data.cpu_backup_tensor is not None
-        )
-        for data in mapped:
-            data.is_asleep, data.cpu_backup_tensor = False, None
-        self._state = "RUNNING"
+                data.is_asleep, data.cpu_backup_tensor = False, None
+            self._state = "RUNNING"
         logger.info(
             "vLLM wakes %s: %s are back, %s copied from the host, in %.3f s",
             "everything" if tags is None else ", ".join(tags),
@@ -193,7 +199,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 driver.failed("cuMemUnmap", address, nbytes)
                 driver.failed("cuMemRelease", memory)
                 raise
-        _place_of_memory(data).value = int(memory)
+            _place_of_memory(data).value = int(memory)
 
     def _compare(self, mapped: Sequence[Any], *, is_last: bool) -> None:
         """Compare the blocks that came back with the bytes that left. While a part is asleep vLLM
@@ -215,6 +221,14 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         return data.cpu_backup_tensor is not None and self._mirror.is_place_of(
             _block(data), data.cpu_backup_tensor
         )
+
+    def _learn_properties(self) -> None:
+        """Ask the driver once for the properties of the memory of vLLM's blocks. They may be all
+        asleep at a wake, and some at any call, because vLLM can discard them itself."""
+        awake = [data for data in _all_data() if not data.is_asleep]
+        if awake and self._properties is None:
+            memory = _place_of_memory(awake[0]).value
+            self._properties = self._driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
 
     @functools.cached_property
     def _mirror(self) -> Mirror:
@@ -269,10 +283,12 @@ def _bytes_of(all_data: Sequence[Any]) -> int:
 
 
 def _unmap(data: Any) -> None:
-    try:
-        cumem.unmap_and_release(data.handle)
-    finally:
-        data.is_asleep = True
+    """Unmap a block, unless it was garbage and vLLM has given it back meanwhile."""
+    if _allocator().pointer_to_data.get(data.handle[2]) is data:
+        try:
+            cumem.unmap_and_release(data.handle)
+        finally:
+            data.is_asleep = True
 
 
 def _is_woken(tag: str, tags: list[str] | None) -> bool:
