@@ -114,7 +114,7 @@ class _Allocator:
         return _process_bytes()
 
     def slab_bytes(self) -> int:
-        return int(self._backends[PLACEMENT].report()[PLACEMENT]["host_bytes"])
+        return int(self._backends[PLACEMENT].mirror.report()[PLACEMENT]["host_bytes"])
 
     def fill(self) -> None:
         _fill(self._weights)

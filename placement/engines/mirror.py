@@ -8,12 +8,15 @@ block that comes back has the bytes that left.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from placement.core.journal import logger
+from placement.core.snapshot import mib
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
 from placement.storage.fingerprints import differing, fingerprints
@@ -97,9 +100,11 @@ class Mirror:
         """The place of a block: uint8, page-locked."""
         return self._places[block.base].host
 
-    def is_place_of(self, block: Block, host: torch.Tensor) -> bool:
-        """Whether `host` is the place of a block."""
-        return self.has(block) and self.host(block).data_ptr() == host.data_ptr()
+    def is_place_of(self, block: Block, host: torch.Tensor | None) -> bool:
+        """Whether `host` is the place of a block, and not memory of the engine's own allocator."""
+        return (
+            host is not None and self.has(block) and self.host(block).data_ptr() == host.data_ptr()
+        )
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
         """Wait until the device is idle, and start copying the pieces of these blocks that differ
@@ -169,12 +174,13 @@ class Mirror:
         prints = []
         for block in blocks:
             bytes_of_block = self.device.view(block, 0, block.nbytes)
-            prints.append(fingerprints(bytes_of_block, _piece_sizes(block.nbytes)))
+            sizes = [piece.nbytes for piece in bytes_of_block.split(PIECE_BYTES)]
+            prints.append(fingerprints(bytes_of_block, sizes))
         # to the CPU together: each transfer is a wait for the device
         on_cpu = torch.cat(prints).cpu()
         return list(on_cpu.split([len(of_block) for of_block in prints]))
 
 
-def _piece_sizes(nbytes: int) -> list[int]:
-    """The sizes of the pieces of so many bytes."""
-    return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]
+def log_move(event: str, copied_bytes: int, began: float) -> None:
+    """Log how much was copied since `began` (`time.monotonic`)."""
+    logger.info("%s, %s copied in %.3f s", event, mib(copied_bytes), time.monotonic() - began)

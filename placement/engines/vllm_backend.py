@@ -32,7 +32,7 @@ from placement.core.snapshot import mib
 from placement.core.states import WEIGHTS
 from placement.devices.cuda.driver import Driver
 from placement.devices.select import select_device
-from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror
+from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror, log_move
 
 _WHAT_TO_DO = (
     "Wake the weights alone (tags=['weights']), fill them anew (a weight sync, reload_weights), "
@@ -48,12 +48,10 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
     it would lose memory, or have a block mapped twice.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._properties: Any = None
-        """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
-        self.copied_bytes = 0
-        """Bytes that the last suspend or resume has copied."""
+    copied_bytes = 0
+    """Bytes that the last suspend or resume has copied."""
+    _properties: Any = None
+    """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
 
     @classmethod
     def is_supported(cls) -> bool:
@@ -61,10 +59,6 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         return torch.version.cuda is not None and all(
             importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings")
         )
-
-    def report(self) -> dict[str, Any]:
-        """See `Mirror.report`."""
-        return self._mirror.report()
 
     def reserve(self) -> None:
         """Reserve the host memory of a sleep at level 1, so that the first one does not wait for
@@ -74,9 +68,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             HostMemoryError: there is not enough now. The first sleep asks again.
         """
         self._learn_properties()
-        kept = self._kept_tags(1)
-        if blocks := [_block(data) for data in _all_data() if data.tag in kept]:
-            self._mirror.reserve(blocks)
+        kept = _kept_tags(1)
+        self.mirror.reserve([_block(data) for data in _all_data() if data.tag in kept])
 
     def suspend(self, level: int = 1) -> None:
         """Unmap every block. Level 1 copies the weights to the host before. Tags that vLLM's own
@@ -88,32 +81,27 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         """
         began = time.monotonic()
         self._learn_properties()
-        kept = self._kept_tags(level)
+        kept = _kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
         weights = [_block(data) for data in awake if data.tag == WEIGHTS]
-        if WEIGHTS not in kept and any(self._mirror.has(block) for block in weights):
-            self._mirror.release()  # they are discarded, so they need no place
+        if WEIGHTS not in kept and any(self.mirror.has(block) for block in weights):
+            self.mirror.release()  # they are discarded, so they need no place
         with deferred():
-            self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
+            self.copied_bytes = self.mirror.begin_save([_block(data) for data in leaving])
             if self.copied_bytes:
                 gc.collect()  # as in vLLM's own sleep, but while the link works
             for data in awake:  # likewise: 40 GiB take 20 ms (H200)
                 if data.tag not in kept:
                     _unmap(data)
-            self._mirror.end_save()
+            self.mirror.end_save()
             self._state = "SUSPENDED"
             for data in leaving:
-                data.cpu_backup_tensor = self._mirror.host(_block(data))
+                data.cpu_backup_tensor = self.mirror.host(_block(data))
                 _unmap(data)
         torch.cuda.empty_cache()
-        logger.info(
-            "vLLM sleeps at level %d: %s were freed, %s copied to the host, in %.3f s",
-            level,
-            mib(_bytes_of(awake)),
-            mib(self.copied_bytes),
-            time.monotonic() - began,
-        )
+        freed = mib(_bytes_of(awake))
+        log_move(f"vLLM sleeps at level {level}: {freed} were freed", self.copied_bytes, began)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the blocks that vLLM's own backend would map for these tags (None: all), and bring
@@ -135,7 +123,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         asleep = [data for data in _all_data() if data.is_asleep]
         coming = [data for data in asleep if _is_woken(data.tag, tags)]
         is_last = len(coming) == len(asleep)
-        if is_last and self._mirror.still_spoilt(
+        if is_last and self.mirror.still_spoilt(
             [_block(data) for data in _all_data() if not data.is_asleep]
         ):
             raise IntegrityError(f"{WEIGHTS_DIFFER}, and were not written since. {_WHAT_TO_DO}")
@@ -147,7 +135,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             except BaseException:
                 try:
                     with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
-                        self._mirror.end_fetch()  # Ctrl-C that came before is raised here
+                        self.mirror.end_fetch()  # Ctrl-C that came before is raised here
                 finally:
                     for data in mapped:
                         _unmap(data)
@@ -157,13 +145,9 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             for data in mapped:
                 data.is_asleep, data.cpu_backup_tensor = False, None
             self._state = "RUNNING"
-        logger.info(
-            "vLLM wakes %s: %s are back, %s copied from the host, in %.3f s",
-            "everything" if tags is None else ", ".join(tags),
-            mib(_bytes_of(mapped)),
-            mib(self.copied_bytes),
-            time.monotonic() - began,
-        )
+        woken = "everything" if tags is None else ", ".join(tags)
+        back = mib(_bytes_of(mapped))
+        log_move(f"vLLM wakes {woken}: {back} are back", self.copied_bytes, began)
 
     def _bring_back(self, coming: Sequence[Any], mapped: list[Any]) -> None:
         """Map these blocks, with the bytes of those that have some on the host. A block is in
@@ -172,8 +156,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             if data.cpu_backup_tensor is not None:
                 self._map(data)
                 mapped.append(data)
-                self._mirror.fetch(_block(data), data.cpu_backup_tensor)
-        self._mirror.end_fetch()
+                self.mirror.fetch(_block(data), data.cpu_backup_tensor)
+        self.mirror.end_fetch()
         # Not while bytes are copied: the driver clears new memory with the same engines. Beside
         # 47 GB of new memory, 15.3 GB took 0.36 s instead of 0.29 (H200).
         for data in coming:
@@ -187,7 +171,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         vLLM's own `create_and_map` asks for memory with a fabric handle first, and again where the
         driver refuses that: 0.37 s in place of 0.30 for 15.3 GB in 115 blocks (H200).
         """
-        _, nbytes, address, _ = data.handle
+        _, nbytes, address, word = data.handle
         driver = self._driver
         with driver:
             properties = self._properties or driver.property
@@ -199,64 +183,58 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 driver.failed("cuMemUnmap", address, nbytes)
                 driver.failed("cuMemRelease", memory)
                 raise
-            _place_of_memory(data).value = int(memory)
+            ctypes.c_uint64.from_address(word).value = int(memory)
 
     def _compare(self, mapped: Sequence[Any], *, is_last: bool) -> None:
         """Compare the blocks that came back with the bytes that left. While a part is asleep vLLM
         takes no requests, so that wrong weights may stay, to be filled anew."""
-        data_of = {data.handle[2]: data for data in mapped if self._has_mirrored(data)}
-        wrong = self._mirror.differing([_block(data) for data in data_of.values()])
+        wrong = self.mirror.differing(
+            [
+                _block(data)
+                for data in mapped
+                if self.mirror.is_place_of(_block(data), data.cpu_backup_tensor)
+            ]
+        )
         if not wrong:
             return
-        nbytes = _bytes_of([data_of[address] for address in wrong])
-        message = f"{WEIGHTS_DIFFER} ({len(wrong)} blocks, {mib(nbytes)}). {_WHAT_TO_DO}"
-        if is_last or any(data_of[address].tag != WEIGHTS for address in wrong):
+        spoilt = [data for data in mapped if data.handle[2] in wrong]
+        nbytes = mib(_bytes_of(spoilt))
+        message = f"{WEIGHTS_DIFFER} ({len(spoilt)} blocks, {nbytes}). {_WHAT_TO_DO}"
+        if is_last or any(data.tag != WEIGHTS for data in spoilt):
             raise IntegrityError(message)
-        self._mirror.spoilt = wrong
+        self.mirror.spoilt = wrong
         logger.error("%s", message)
-
-    def _has_mirrored(self, data: Any) -> bool:
-        """Whether the bytes of a block on the host are the mirror's. They are not where something
-        else than this backend has put it to sleep."""
-        return data.cpu_backup_tensor is not None and self._mirror.is_place_of(
-            _block(data), data.cpu_backup_tensor
-        )
 
     def _learn_properties(self) -> None:
         """Ask the driver once for the properties of the memory of vLLM's blocks. They may be all
         asleep at a wake, and some at any call, because vLLM can discard them itself."""
         awake = [data for data in _all_data() if not data.is_asleep]
         if awake and self._properties is None:
-            memory = _place_of_memory(awake[0]).value
+            memory = ctypes.c_uint64.from_address(awake[0].handle[3]).value
             self._properties = self._driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
 
     @functools.cached_property
-    def _mirror(self) -> Mirror:
+    def mirror(self) -> Mirror:
         index = next((data.handle[0] for data in _all_data()), 0)
         return Mirror(select_device(f"cuda:{index}"))
 
     @property
     def _driver(self) -> Driver:
-        driver: Driver = self._mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
+        driver: Driver = self.mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
         return driver
 
-    def _kept_tags(self, level: int) -> tuple[str, ...]:
-        """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
-        allocator, whose method is replaced for the length of the call."""
-        kept = []
-        state = self._state
-        allocator = _allocator()
 
-        def record_tags(offload_tags: tuple[str, ...]) -> None:
-            kept.append(offload_tags)
-
-        allocator.sleep = record_tags
-        try:
-            super().suspend(level)
-        finally:
-            del allocator.sleep
-            self._state = state
-        return kept[0]
+def _kept_tags(level: int) -> tuple[str, ...]:
+    """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
+    allocator (`sleep(offload_tags=...)`), whose method is replaced for the length of the call."""
+    passed: dict[str, tuple[str, ...]] = {}
+    allocator = _allocator()
+    allocator.sleep = passed.update
+    try:
+        CuMemBackend().suspend(level)
+    finally:
+        del allocator.sleep
+    return passed["offload_tags"]
 
 
 def _allocator() -> Any:
@@ -264,18 +242,14 @@ def _allocator() -> Any:
 
 
 def _all_data() -> list[Any]:
-    """vLLM's records of its blocks (`AllocationData`): handle (device, bytes, address, ...), tag,
-    cpu_backup_tensor, is_asleep."""
+    """vLLM's records of its blocks (`AllocationData`): handle, tag, cpu_backup_tensor, is_asleep.
+    A handle is (device, bytes, address, address of the word with the driver's handle of the
+    memory)."""
     return list(_allocator().pointer_to_data.values())
 
 
 def _block(data: Any) -> Block:
     return Block(data.handle[2], data.handle[1])
-
-
-def _place_of_memory(data: Any) -> ctypes.c_uint64:
-    """The word in which vLLM keeps the driver's handle of a block's memory."""
-    return ctypes.c_uint64.from_address(data.handle[3])
 
 
 def _bytes_of(all_data: Sequence[Any]) -> int:

@@ -170,7 +170,7 @@ def test_what_vllms_own_allocator_put_to_sleep_comes_back(engine: Engine) -> Non
 def test_the_slab_is_exact_stays_and_follows_the_engine(engine: Engine) -> None:
     kept = sum(SIZES) + (2 * PAGE if engine.vllm.version >= "0.32" else 0)
     engine.backend.reserve()
-    own = engine.backend._mirror
+    own = engine.backend.mirror
     assert own.host_bytes == kept
     assert engine.backend.state() == "RUNNING"
     places = []
@@ -194,7 +194,7 @@ def test_the_slab_is_exact_stays_and_follows_the_engine(engine: Engine) -> None:
 def test_an_engine_that_discards_its_weights_keeps_no_host_memory_for_them(engine: Engine) -> None:
     engine.backend.reserve()
     engine.backend.suspend(2)
-    assert engine.backend._mirror.host_bytes == (2 * PAGE if engine.vllm.version >= "0.32" else 0)
+    assert engine.backend.mirror.host_bytes == (2 * PAGE if engine.vllm.version >= "0.32" else 0)
     engine.backend.resume(["weights"])
     assert torch.equal(engine.weights[0], poison(SIZES[0]))
     for weight, value in zip(engine.weights, engine.values, strict=True):
@@ -211,14 +211,14 @@ def test_weights_that_are_discarded_once_give_their_host_memory_back(engine: Eng
     engine.backend.suspend(1)
     engine.backend.resume(["weights"])
     engine.backend.suspend(2)
-    assert engine.backend._mirror.host_bytes == kept
+    assert engine.backend.mirror.host_bytes == kept
     engine.backend.resume()
     assert torch.equal(engine.weights[0], poison(SIZES[0]))
     for weight, value in zip(engine.weights, engine.values, strict=True):
         weight.copy_(value)
     for _ in range(2):
         engine.backend.suspend(1)
-        assert engine.backend._mirror.host_bytes == sum(SIZES) + kept
+        assert engine.backend.mirror.host_bytes == sum(SIZES) + kept
         engine.backend.resume()
         assert engine.is_whole
 
@@ -491,7 +491,7 @@ def test_two_hundred_cycles_leave_no_byte_behind(engine: Engine) -> None:
         engine.write(cycle % 3)
         engine.backend.suspend(1)
         assert card.mapped == {}
-        host.add(engine.backend._mirror.host_bytes)
+        host.add(engine.backend.mirror.host_bytes)
         engine.backend.resume(["weights"] if cycle % 2 else None)
         engine.backend.resume()
         assert card.free_bytes == used
@@ -527,8 +527,8 @@ def test_the_plug_in_chooses_it_and_reserves_when_the_worker_has_warmed_up(plugg
     assert wrapper.compile_or_warm_up_model() == "times"
     backend = worker._sleep_mode_backend
     assert type(backend).__name__ == "PlacementBackend"
-    assert backend._mirror.host_bytes >= sum(SIZES)
-    told = {"host_bytes": backend._mirror.host_bytes, "is_spoilt": False}
+    assert backend.mirror.host_bytes >= sum(SIZES)
+    told = {"host_bytes": backend.mirror.host_bytes, "is_spoilt": False}
     assert wrapper.check_health() == {"placement": told}
     # vLLM's own worker drives it.
     worker.sleep(1)
