@@ -9,7 +9,7 @@ block that comes back has the bytes that left.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,6 @@ class Mirror:
         """The place of a block: uint8, page-locked."""
         return self._places[block.base].host
 
-    def is_place_of(self, block: Block, host: torch.Tensor | None) -> bool:
-        """Whether `host` is the place of a block, and not memory of the engine's own allocator."""
-        return (
-            host is not None and self.has(block) and self.host(block).data_ptr() == host.data_ptr()
-        )
-
     def begin_save(self, blocks: Sequence[Block]) -> int:
         """Wait until the device is idle, and start copying the pieces of these blocks that differ
         from the host copy. Returns the number of bytes.
@@ -148,8 +142,10 @@ class Mirror:
         """Wait until everything that was fetched has arrived."""
         self.device.wait(self.device.mark("to_device"))
 
-    def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
-        """The fingerprints, by address, of those blocks that do not have the bytes that left."""
+    def differing(self, fetched: Mapping[Block, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """The fingerprints, by address, of those blocks that do not have the bytes that left. Only
+        blocks are compared whose source is their place."""
+        blocks = [block for block, source in fetched.items() if self._is_place(block, source)]
         wrong = {}
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             if differing(self._places[block.base].prints, prints):
@@ -159,10 +155,10 @@ class Mirror:
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
         """Whether one of these blocks came back wrong and was not written since."""
         suspects = [block for block in blocks if block.base in self.spoilt]
-        for block, prints in zip(suspects, self._fingerprints(suspects), strict=True):
-            if self._is_spoilt(block, prints):
-                return True
-        return False
+        return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
+
+    def _is_place(self, block: Block, source: torch.Tensor | None) -> bool:
+        return self.has(block) and self.host(block) is source
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
         return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)

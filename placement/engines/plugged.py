@@ -45,8 +45,7 @@ class PluggedEngine(TaggedEngine):
         return any(report["is_spoilt"] for report in self._later_reports())
 
     def _later_reports(self) -> list[dict[str, Any]]:
-        """The reports of an engine that is known to have the plug-in; none if it does not
-        answer."""
+        """The reports of an engine known to have the plug-in; none if it does not answer."""
         with suppress(EngineError):
             if self.residency.moved_by == PLACEMENT:
                 return self._reports()

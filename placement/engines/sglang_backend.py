@@ -136,10 +136,11 @@ class MirroredSaver:
         self._adapter.resume(tag)
         if tag != WEIGHTS or self.mirror is None or not self._asleep:
             return
-        for block in self._asleep:
-            self.mirror.fetch(block, self.mirror.host(block))
+        sources = {block: self.mirror.host(block) for block in self._asleep}
+        for block, source in sources.items():
+            self.mirror.fetch(block, source)
         self.mirror.end_fetch()
-        if wrong := self.mirror.differing(self._asleep):
+        if wrong := self.mirror.differing(sources):
             raise IntegrityError(f"{WEIGHTS_DIFFER} ({len(wrong)} blocks). Restart SGLang")
         copied = sum(block.nbytes for block in self._asleep)
         log_move("SGLang's weights are back", copied, began)

@@ -9,9 +9,9 @@ captures its CUDA graphs in memory that can sleep only under the name of its own
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from placement.core.errors import PlacementError
 from placement.core.journal import logger
 
 NAME = "placement"
@@ -35,20 +35,17 @@ def register() -> None:
     @functools.wraps(init_device)
     def init_and_follow(self: Any) -> None:
         init_device(self)
-        _follow_warm_up(self.worker)
+        worker = self.worker
+        warm_up = worker.compile_or_warm_up_model
+        worker.compile_or_warm_up_model = functools.partial(_warm_up_and_prepare, worker, warm_up)
 
     WorkerWrapperBase.init_device = init_and_follow
 
 
-def _follow_warm_up(worker: Any) -> None:
-    warm_up = worker.compile_or_warm_up_model
-
-    def warm_up_and_prepare() -> Any:
-        times = warm_up()
-        prepare(worker)
-        return times
-
-    worker.compile_or_warm_up_model = warm_up_and_prepare
+def _warm_up_and_prepare(worker: Any, warm_up: Callable[[], Any]) -> Any:
+    times = warm_up()
+    prepare(worker)
+    return times
 
 
 def prepare(worker: Any) -> None:
@@ -76,7 +73,4 @@ def prepare(worker: Any) -> None:
         return backend.mirror.report()
 
     worker.check_health = check_and_report
-    try:
-        backend.reserve()
-    except PlacementError as error:
-        logger.warning("no host memory was reserved for vLLM's sleep at level 1: %s", error)
+    backend.reserve()

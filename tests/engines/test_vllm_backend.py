@@ -462,6 +462,16 @@ def test_weights_that_come_back_wrong_get_no_traffic_until_they_are_filled(engin
     assert engine.is_whole
 
 
+def test_bytes_of_another_tag_that_come_back_wrong_are_an_error_at_once(engine: Engine) -> None:
+    """Nothing fills them anew."""
+    engine.backend.suspend(1)
+    runtime = engine.inner.get("runtime", engine.weights[0])
+    engine.vllm.device.flips = {runtime.data_ptr()}
+    with pytest.raises(IntegrityError, match=WEIGHTS_DIFFER):
+        engine.backend.resume(["weights"] if engine.inner else None)
+    assert engine.vllm.card.mapped == {}
+
+
 def test_a_mirror_that_was_written_is_found(engine: Engine) -> None:
     engine.backend.suspend(1)
     backups = [d.cpu_backup_tensor for d in engine.vllm.allocator.pointer_to_data.values()]
