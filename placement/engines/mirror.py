@@ -142,7 +142,7 @@ class Mirror:
         """Wait until everything that was fetched has arrived."""
         self.device.wait(self.device.mark("to_device"))
 
-    def differing(self, fetched: Mapping[Block, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    def differing(self, fetched: Mapping[Block, object]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left. Only
         blocks are compared whose source is their place."""
         blocks = [block for block, source in fetched.items() if self._is_place(block, source)]
@@ -157,7 +157,7 @@ class Mirror:
         suspects = [block for block in blocks if block.base in self.spoilt]
         return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
 
-    def _is_place(self, block: Block, source: torch.Tensor | None) -> bool:
+    def _is_place(self, block: Block, source: object) -> bool:
         return self.has(block) and self.host(block) is source
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:

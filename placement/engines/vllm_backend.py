@@ -109,7 +109,7 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 something else of the engine is still asleep: weights that were woken alone can be
                 filled anew, and the next call raises unless they were.
             DeviceMemoryError: the device has not enough memory.
-            RuntimeError: the device failed.
+            RuntimeError: the device failed, or had no memory for vLLM's own call (see `_map`).
         """
         began = time.monotonic()
         torch.cuda.empty_cache()

@@ -363,9 +363,8 @@ def test_a_block_that_was_garbage_in_a_wake_that_fails_is_given_back_once(
 
 
 def test_what_vllm_itself_put_to_sleep_gets_memory_as_it_had(engine: Engine) -> None:
-    """The card's driver refuses other properties than those of vLLM's blocks."""
+    """Before the backend has. The card's driver refuses other properties than vLLM's."""
     vllm = engine.vllm
-    engine.backend.reserve()  # as the plug-in does when the worker has warmed up
     vllm.allocator.sleep(("weights", "runtime", "cudagraph"))
     engine.backend.resume()
     if hasattr(vllm.allocator, "discard"):
