@@ -56,11 +56,11 @@ class Job:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        if file.exists()
-        else []
-    )
+    """The whole lines of a file. A run that is stopped may leave a part of one."""
+    if not file.exists():
+        return []
+    whole = file.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in whole]
 
 
 def failures(output: str) -> str:

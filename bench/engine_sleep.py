@@ -114,7 +114,7 @@ class _Allocator:
         return _process_bytes()
 
     def slab_bytes(self) -> int:
-        return int(self._backends[PLACEMENT].report()[PLACEMENT]["host_bytes"])
+        return int(self._backends[PLACEMENT].mirror.report()[PLACEMENT]["host_bytes"])
 
     def fill(self) -> None:
         _fill(self._weights)
@@ -233,7 +233,7 @@ def _copied_bytes(rank: Any) -> int | None:
 
 
 def _slab_bytes(rank: Any) -> int:
-    return int(rank.worker.placements_backend.report()[PLACEMENT]["host_bytes"])
+    return int(rank.worker.placements_backend.mirror.report()[PLACEMENT]["host_bytes"])
 
 
 def _blocks_of_rank(_: Any) -> list[int]:

@@ -8,12 +8,15 @@ block that comes back has the bytes that left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from placement.core.journal import logger
+from placement.core.snapshot import mib
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Copy
 from placement.storage.fingerprints import differing, fingerprints
@@ -97,10 +100,6 @@ class Mirror:
         """The place of a block: uint8, page-locked."""
         return self._places[block.base].host
 
-    def is_place_of(self, block: Block, host: torch.Tensor) -> bool:
-        """Whether `host` is the place of a block."""
-        return self.has(block) and self.host(block).data_ptr() == host.data_ptr()
-
     def begin_save(self, blocks: Sequence[Block]) -> int:
         """Wait until the device is idle, and start copying the pieces of these blocks that differ
         from the host copy. Returns the number of bytes.
@@ -143,8 +142,10 @@ class Mirror:
         """Wait until everything that was fetched has arrived."""
         self.device.wait(self.device.mark("to_device"))
 
-    def differing(self, blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
-        """The fingerprints, by address, of those blocks that do not have the bytes that left."""
+    def differing(self, fetched: Mapping[Block, object]) -> dict[int, torch.Tensor]:
+        """The fingerprints, by address, of those blocks that do not have the bytes that left. Only
+        blocks are compared whose source is their place."""
+        blocks = [block for block, source in fetched.items() if self._is_place(block, source)]
         wrong = {}
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             if differing(self._places[block.base].prints, prints):
@@ -154,10 +155,10 @@ class Mirror:
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
         """Whether one of these blocks came back wrong and was not written since."""
         suspects = [block for block in blocks if block.base in self.spoilt]
-        for block, prints in zip(suspects, self._fingerprints(suspects), strict=True):
-            if self._is_spoilt(block, prints):
-                return True
-        return False
+        return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
+
+    def _is_place(self, block: Block, source: object) -> bool:
+        return self.has(block) and self.host(block) is source
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
         return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)
@@ -169,12 +170,13 @@ class Mirror:
         prints = []
         for block in blocks:
             bytes_of_block = self.device.view(block, 0, block.nbytes)
-            prints.append(fingerprints(bytes_of_block, _piece_sizes(block.nbytes)))
+            sizes = [piece.nbytes for piece in bytes_of_block.split(PIECE_BYTES)]
+            prints.append(fingerprints(bytes_of_block, sizes))
         # to the CPU together: each transfer is a wait for the device
         on_cpu = torch.cat(prints).cpu()
         return list(on_cpu.split([len(of_block) for of_block in prints]))
 
 
-def _piece_sizes(nbytes: int) -> list[int]:
-    """The sizes of the pieces of so many bytes."""
-    return [min(PIECE_BYTES, nbytes - start) for start in range(0, nbytes, PIECE_BYTES)]
+def log_move(event: str, copied_bytes: int, began: float) -> None:
+    """Log how much was copied since `began` (`time.monotonic`)."""
+    logger.info("%s, %s copied in %.3f s", event, mib(copied_bytes), time.monotonic() - began)

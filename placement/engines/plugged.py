@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from placement.core.errors import EngineError
@@ -44,14 +45,11 @@ class PluggedEngine(TaggedEngine):
         return any(report["is_spoilt"] for report in self._later_reports())
 
     def _later_reports(self) -> list[dict[str, Any]]:
-        """The reports of an engine that is known to have the plug-in; none if it does not
-        answer."""
-        if self.residency.moved_by != PLACEMENT:
-            return []
-        try:
-            return self._reports()
-        except EngineError:
-            return []
+        """The reports of an engine known to have the plug-in; none if it does not answer."""
+        with suppress(EngineError):
+            if self.residency.moved_by == PLACEMENT:
+                return self._reports()
+        return []
 
     def _reports(self) -> list[dict[str, Any]]:
         return [

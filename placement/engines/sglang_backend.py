@@ -10,7 +10,6 @@ Read from sglang/srt/utils/torch_memory_saver_adapter.py and sglang/srt/plugins 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 import time
@@ -22,10 +21,9 @@ import torch
 
 from placement.core.errors import HostMemoryError, IntegrityError, PlacementError
 from placement.core.journal import logger
-from placement.core.snapshot import mib
 from placement.core.states import WEIGHTS
 from placement.devices.select import select_device
-from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror
+from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror, log_move
 
 _TARGET = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
 _SCHEDULER = "sglang.srt.managers.scheduler"
@@ -40,13 +38,14 @@ def register() -> None:
     Raises:
         PlacementError: the hook is not on.
     """
-    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks.HookRegistry.register(_TARGET, _create, hooks.HookType.AROUND)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_TARGET, _create, HookType.AROUND)
     if _SCHEDULER in sys.modules:  # else this process has no weights
         state = f"{_SCHEDULER}.Scheduler.get_internal_state"
-        hooks.HookRegistry.register(state, _report, hooks.HookType.AFTER)
-    hooks.HookRegistry.apply_hooks()
-    if _TARGET not in hooks.HookRegistry._patched:
+        HookRegistry.register(state, _report, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    if _TARGET not in HookRegistry._patched:
         raise PlacementError(
             f"placement cannot move the weights of this SGLang: no hook on {_TARGET}. SGLang's own "
             "log says why"
@@ -123,7 +122,7 @@ class MirroredSaver:
             copied = self.mirror.begin_save(blocks)
             self.mirror.end_save()
             self._asleep = blocks
-            _log_copy("leave", copied, began)
+            log_move("SGLang's weights leave", copied, began)
         self._adapter.pause(tag)
 
     def resume(self, tag: str) -> None:
@@ -137,15 +136,12 @@ class MirroredSaver:
         self._adapter.resume(tag)
         if tag != WEIGHTS or self.mirror is None or not self._asleep:
             return
-        for block in self._asleep:
-            self.mirror.fetch(block, self.mirror.host(block))
+        sources = {block: self.mirror.host(block) for block in self._asleep}
+        for block, source in sources.items():
+            self.mirror.fetch(block, source)
         self.mirror.end_fetch()
-        if wrong := self.mirror.differing(self._asleep):
+        if wrong := self.mirror.differing(sources):
             raise IntegrityError(f"{WEIGHTS_DIFFER} ({len(wrong)} blocks). Restart SGLang")
-        _log_copy("are back", sum(block.nbytes for block in self._asleep), began)
+        copied = sum(block.nbytes for block in self._asleep)
+        log_move("SGLang's weights are back", copied, began)
         self._asleep = []
-
-
-def _log_copy(event: str, nbytes: int, began: float) -> None:
-    seconds = time.monotonic() - began
-    logger.info("SGLang's weights %s: %s copied in %.3f s", event, mib(nbytes), seconds)

@@ -15,9 +15,9 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib.util
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from vllm import device_allocator
 from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import IntegrityError, PlacementError
+from placement.core.interrupts import deferred
 from placement.core.journal import logger
 from placement.core.snapshot import mib
 from placement.core.states import WEIGHTS
-from placement.devices.cuda.driver import Driver
 from placement.devices.select import select_device
-from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror
+from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror, log_move
 
 _WHAT_TO_DO = (
     "Wake the weights alone (tags=['weights']), fill them anew (a weight sync, reload_weights), "
@@ -41,36 +41,26 @@ _WHAT_TO_DO = (
 
 class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is not known here
     """Moves the blocks of vLLM's allocator at the speed of the link. It is made by vLLM, once a
-    worker."""
+    worker. Ctrl-C is deferred: it must not come between a call of the driver and its record."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._properties: Any = None
-        """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
-        self.copied_bytes = 0
-        """Bytes that the last suspend or resume has copied."""
+    copied_bytes = 0
+    """Bytes that the last suspend or resume has copied."""
+    _properties: Any = None
+    """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
 
     @classmethod
     def is_supported(cls) -> bool:
         """Whether torch is built for CUDA and the driver can be called (`cuda.bindings`)."""
-        return torch.version.cuda is not None and all(
-            importlib.util.find_spec(name) for name in ("cuda", "cuda.bindings")
-        )
-
-    def report(self) -> dict[str, Any]:
-        """See `Mirror.report`."""
-        return self._mirror.report()
+        return bool(torch.version.cuda and find_spec("cuda") and find_spec("cuda.bindings"))
 
     def reserve(self) -> None:
         """Reserve the host memory of a sleep at level 1, so that the first one does not wait for
-        page-locking.
-
-        Raises:
-            HostMemoryError: there is not enough now. The first sleep asks again.
-        """
-        kept = self._kept_tags(1)
-        if blocks := [_block(data) for data in _all_data() if data.tag in kept]:
-            self._mirror.reserve(blocks)
+        page-locking. If there is not enough now, it is only logged: the first sleep asks again."""
+        kept = _kept_tags(1)
+        try:
+            self.mirror.reserve([_block(data) for data in _all_data() if data.tag in kept])
+        except PlacementError as error:
+            logger.warning("no host memory was reserved for vLLM's sleep at level 1: %s", error)
 
     def suspend(self, level: int = 1) -> None:
         """Unmap every block. Level 1 copies the weights to the host before. Tags that vLLM's own
@@ -81,36 +71,31 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             RuntimeError: the device failed. Nothing is asleep if it refused to copy.
         """
         began = time.monotonic()
-        kept = self._kept_tags(level)
+        kept = _kept_tags(level)
         awake = [data for data in _all_data() if not data.is_asleep]
         leaving = [data for data in awake if data.tag in kept]
         if awake and self._properties is None:
-            memory = _place_of_memory(awake[0]).value
-            self._properties = self._driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
+            driver = self.mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
+            memory = ctypes.c_uint64.from_address(awake[0].handle[3]).value
+            self._properties = driver.call("cuMemGetAllocationPropertiesFromHandle", memory)
         weights = [_block(data) for data in awake if data.tag == WEIGHTS]
-        if WEIGHTS not in kept and any(self._mirror.has(block) for block in weights):
-            self._mirror.release()  # they are discarded, so they need no place
-        self.copied_bytes = self._mirror.begin_save([_block(data) for data in leaving])
-        if self.copied_bytes:
-            gc.collect()  # as in vLLM's own sleep, but while the link works
-        living = _allocator().pointer_to_data
-        for data in awake:  # likewise: 40 GiB take 20 ms (H200)
-            if data.tag not in kept and living.get(data.handle[2]) is data:
-                _unmap(data)
-        self._mirror.end_save()
-        self._state = "SUSPENDED"
-        for data in leaving:
-            data.cpu_backup_tensor = self._mirror.host(_block(data))
-            if living.get(data.handle[2]) is data:  # else it was garbage, and is unmapped already
+        if WEIGHTS not in kept and any(self.mirror.has(block) for block in weights):
+            self.mirror.release()  # they are discarded, so they need no place
+        with deferred():
+            self.copied_bytes = self.mirror.begin_save([_block(data) for data in leaving])
+            if self.copied_bytes:
+                gc.collect()  # as in vLLM's own sleep, but while the link works
+            for data in awake:  # likewise: 40 GiB take 20 ms (H200)
+                if data.tag not in kept:
+                    _unmap(data)
+            self.mirror.end_save()
+            self._state = "SUSPENDED"
+            for data in leaving:
+                data.cpu_backup_tensor = self.mirror.host(_block(data))
                 _unmap(data)
         torch.cuda.empty_cache()
-        logger.info(
-            "vLLM sleeps at level %d: %s were freed, %s copied to the host, in %.3f s",
-            level,
-            mib(_bytes_of(awake)),
-            mib(self.copied_bytes),
-            time.monotonic() - began,
-        )
+        freed = _size_of(awake)
+        log_move(f"vLLM sleeps at level {level}: {freed} were freed", self.copied_bytes, began)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the blocks that vLLM's own backend would map for these tags (None: all), and bring
@@ -124,40 +109,38 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 something else of the engine is still asleep: weights that were woken alone can be
                 filled anew, and the next call raises unless they were.
             DeviceMemoryError: the device has not enough memory.
-            RuntimeError: the device failed.
+            RuntimeError: the device failed, or had no memory for vLLM's own call (see `_map`).
         """
         began = time.monotonic()
         torch.cuda.empty_cache()
         asleep = [data for data in _all_data() if data.is_asleep]
-        coming = [data for data in asleep if _is_woken(data.tag, tags)]
+        # From 0.32 on, each wake also brings back every tag that may not stay behind.
+        may_stay = getattr(device_allocator, "DEFERRABLE_TAGS", [data.tag for data in asleep])
+        staying = set() if tags is None else {*may_stay} - {*tags}
+        coming = [data for data in asleep if data.tag not in staying]
         is_last = len(coming) == len(asleep)
-        if is_last and self._mirror.still_spoilt(
-            [_block(data) for data in _all_data() if not data.is_asleep]
-        ):
+        awake = [_block(data) for data in _all_data() if not data.is_asleep]
+        if is_last and self.mirror.still_spoilt(awake):
             raise IntegrityError(f"{WEIGHTS_DIFFER}, and were not written since. {_WHAT_TO_DO}")
         mapped: list[Any] = []
-        try:
-            self._bring_back(coming, mapped)
-            self._compare(mapped, is_last=is_last)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
-                self._mirror.end_fetch()
+        with deferred():
+            try:
+                self._bring_back(coming, mapped)
+                self._compare(mapped, is_last=is_last)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # nothing is unmapped under a copy
+                    torch.cuda.synchronize(self.mirror.device.torch_device)
+                for data in mapped:
+                    _unmap(data)
+                raise
+            backups = [data.cpu_backup_tensor for data in mapped]
+            self.copied_bytes = sum(backup.nbytes for backup in backups if backup is not None)
             for data in mapped:
-                _unmap(data)
-            raise
-        self.copied_bytes = sum(
-            data.cpu_backup_tensor.nbytes for data in mapped if data.cpu_backup_tensor is not None
-        )
-        for data in mapped:
-            data.is_asleep, data.cpu_backup_tensor = False, None
-        self._state = "RUNNING"
-        logger.info(
-            "vLLM wakes %s: %s are back, %s copied from the host, in %.3f s",
-            "everything" if tags is None else ", ".join(tags),
-            mib(_bytes_of(mapped)),
-            mib(self.copied_bytes),
-            time.monotonic() - began,
-        )
+                data.is_asleep, data.cpu_backup_tensor = False, None
+            self._state = "RUNNING"
+        woken = "everything" if tags is None else ", ".join(tags)
+        back = _size_of(mapped)
+        log_move(f"vLLM wakes {woken}: {back} are back", self.copied_bytes, began)
 
     def _bring_back(self, coming: Sequence[Any], mapped: list[Any]) -> None:
         """Map these blocks, with the bytes of those that have some on the host. A block is in
@@ -166,8 +149,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             if data.cpu_backup_tensor is not None:
                 self._map(data)
                 mapped.append(data)
-                self._mirror.fetch(_block(data), data.cpu_backup_tensor)
-        self._mirror.end_fetch()
+                self.mirror.fetch(_block(data), data.cpu_backup_tensor)
+        self.mirror.end_fetch()
         # Not while bytes are copied: the driver clears new memory with the same engines. Beside
         # 47 GB of new memory, 15.3 GB took 0.36 s instead of 0.29 (H200).
         for data in coming:
@@ -181,11 +164,13 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
         vLLM's own `create_and_map` asks for memory with a fabric handle first, and again where the
         driver refuses that: 0.37 s in place of 0.30 for 15.3 GB in 115 blocks (H200).
         """
-        _, nbytes, address, _ = data.handle
-        driver = self._driver
+        if self._properties is None:  # vLLM itself has discarded it, before any sleep
+            cumem.create_and_map(data.handle)
+            return
+        _, nbytes, address, word = data.handle
+        driver = self.mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
         with driver:
-            properties = self._properties or driver.property
-            memory = driver.call("cuMemCreate", nbytes, properties, 0)
+            memory = driver.call("cuMemCreate", nbytes, self._properties, 0)
             try:
                 driver.call("cuMemMap", address, nbytes, 0, memory, 0)
                 driver.call("cuMemSetAccess", address, nbytes, driver.access[:1], 1)
@@ -193,89 +178,59 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 driver.failed("cuMemUnmap", address, nbytes)
                 driver.failed("cuMemRelease", memory)
                 raise
-        _place_of_memory(data).value = int(memory)
+            ctypes.c_uint64.from_address(word).value = int(memory)
 
     def _compare(self, mapped: Sequence[Any], *, is_last: bool) -> None:
         """Compare the blocks that came back with the bytes that left. While a part is asleep vLLM
         takes no requests, so that wrong weights may stay, to be filled anew."""
-        data_of = {data.handle[2]: data for data in mapped if self._has_mirrored(data)}
-        wrong = self._mirror.differing([_block(data) for data in data_of.values()])
+        wrong = self.mirror.differing({_block(data): data.cpu_backup_tensor for data in mapped})
         if not wrong:
             return
-        nbytes = _bytes_of([data_of[address] for address in wrong])
-        message = f"{WEIGHTS_DIFFER} ({len(wrong)} blocks, {mib(nbytes)}). {_WHAT_TO_DO}"
-        if is_last or any(data_of[address].tag != WEIGHTS for address in wrong):
+        spoilt = [data for data in mapped if data.handle[2] in wrong]
+        message = f"{WEIGHTS_DIFFER} ({len(spoilt)} blocks, {_size_of(spoilt)}). {_WHAT_TO_DO}"
+        if is_last or any(data.tag != WEIGHTS for data in spoilt):
             raise IntegrityError(message)
-        self._mirror.spoilt = wrong
+        self.mirror.spoilt = wrong
         logger.error("%s", message)
 
-    def _has_mirrored(self, data: Any) -> bool:
-        """Whether the bytes of a block on the host are the mirror's. They are not where something
-        else than this backend has put it to sleep."""
-        return data.cpu_backup_tensor is not None and self._mirror.is_place_of(
-            _block(data), data.cpu_backup_tensor
-        )
-
     @functools.cached_property
-    def _mirror(self) -> Mirror:
+    def mirror(self) -> Mirror:
         index = next((data.handle[0] for data in _all_data()), 0)
         return Mirror(select_device(f"cuda:{index}"))
 
-    @property
-    def _driver(self) -> Driver:
-        driver: Driver = self._mirror.device.driver  # type: ignore[attr-defined]  # of a GPU
-        return driver
 
-    def _kept_tags(self, level: int) -> tuple[str, ...]:
-        """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
-        allocator, whose method is replaced for the length of the call."""
-        kept = []
-        state = self._state
-        allocator = _allocator()
-
-        def record_tags(offload_tags: tuple[str, ...]) -> None:
-            kept.append(offload_tags)
-
-        allocator.sleep = record_tags
-        try:
-            super().suspend(level)
-        finally:
-            del allocator.sleep
-            self._state = state
-        return kept[0]
-
-
-def _allocator() -> Any:
-    return cumem.CuMemAllocator.get_instance()
+def _kept_tags(level: int) -> tuple[str, ...]:
+    """The tags whose bytes vLLM's own backend of this version keeps. It would pass them to the
+    allocator (`sleep(offload_tags=...)`), whose method is replaced for the length of the call."""
+    passed: dict[str, tuple[str, ...]] = {}
+    allocator = cumem.CuMemAllocator.get_instance()
+    allocator.sleep = passed.update
+    try:
+        CuMemBackend().suspend(level)
+    finally:
+        del allocator.sleep
+    return passed["offload_tags"]
 
 
 def _all_data() -> list[Any]:
-    """vLLM's records of its blocks (`AllocationData`): handle (device, bytes, address, ...), tag,
-    cpu_backup_tensor, is_asleep."""
-    return list(_allocator().pointer_to_data.values())
+    """vLLM's records of its blocks (`AllocationData`). A handle is (device, bytes, address, address
+    of the word with the driver's handle of the memory)."""
+    return list(cumem.CuMemAllocator.get_instance().pointer_to_data.values())
 
 
 def _block(data: Any) -> Block:
     return Block(data.handle[2], data.handle[1])
 
 
-def _place_of_memory(data: Any) -> ctypes.c_uint64:
-    """The word in which vLLM keeps the driver's handle of a block's memory."""
-    return ctypes.c_uint64.from_address(data.handle[3])
-
-
-def _bytes_of(all_data: Sequence[Any]) -> int:
-    return sum(data.handle[1] for data in all_data)
+def _size_of(all_data: Sequence[Any]) -> str:
+    return mib(sum(data.handle[1] for data in all_data))
 
 
 def _unmap(data: Any) -> None:
-    try:
-        cumem.unmap_and_release(data.handle)
-    finally:
-        data.is_asleep = True
-
-
-def _is_woken(tag: str, tags: list[str] | None) -> bool:
-    """From 0.32 on, each wake also brings back every tag that may not stay behind."""
-    deferrable = getattr(device_allocator, "DEFERRABLE_TAGS", (tag,))
-    return tags is None or tag in tags or tag not in deferrable
+    """Unmap a block, unless it was garbage and vLLM has given it back meanwhile."""
+    living = cumem.CuMemAllocator.get_instance().pointer_to_data
+    if living.get(data.handle[2]) is data:
+        try:
+            cumem.unmap_and_release(data.handle)
+        finally:
+            data.is_asleep = True

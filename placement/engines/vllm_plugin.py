@@ -9,10 +9,9 @@ captures its CUDA graphs in memory that can sleep only under the name of its own
 from __future__ import annotations
 
 import functools
-import importlib
+from collections.abc import Callable
 from typing import Any
 
-from placement.core.errors import PlacementError
 from placement.core.journal import logger
 
 NAME = "placement"
@@ -21,49 +20,44 @@ NAME = "placement"
 def register() -> None:
     """Make the backend known, and have each worker tell when it has warmed up. Idempotent."""
     try:
-        factory = importlib.import_module(
-            "vllm.device_allocator.sleep_mode_backend"
-        ).SleepModeBackendFactory
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory
     except ImportError:
         logger.info("this vLLM takes no sleep-mode backend; 0.25 and later do")
         return
     try:
-        factory.register_backend(NAME, "placement.engines.vllm_backend", "PlacementBackend")
+        Factory.register_backend(NAME, "placement.engines.vllm_backend", "PlacementBackend")
     except ValueError:  # registered already
         return
-    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    init_device = wrapper.init_device
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    init_device = WorkerWrapperBase.init_device
 
     @functools.wraps(init_device)
     def init_and_follow(self: Any) -> None:
         init_device(self)
-        _follow_warm_up(self.worker)
+        worker = self.worker
+        warm_up = worker.compile_or_warm_up_model
+        worker.compile_or_warm_up_model = functools.partial(_warm_up_and_prepare, worker, warm_up)
 
-    wrapper.init_device = init_and_follow
+    WorkerWrapperBase.init_device = init_and_follow
 
 
-def _follow_warm_up(worker: Any) -> None:
-    warm_up = worker.compile_or_warm_up_model
-
-    @functools.wraps(warm_up)
-    def warm_up_and_prepare() -> Any:
-        times = warm_up()
-        prepare(worker)
-        return times
-
-    worker.compile_or_warm_up_model = warm_up_and_prepare
+def _warm_up_and_prepare(worker: Any, warm_up: Callable[[], Any]) -> Any:
+    times = warm_up()
+    prepare(worker)
+    return times
 
 
 def prepare(worker: Any) -> None:
     """Choose the backend for a worker where vLLM has no option for it. The host memory for its
     first sleep is page-locked in the background."""
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory
+    from vllm.engine.arg_utils import EngineArgs
+
     model_config = worker.vllm_config.model_config
-    factory = importlib.import_module(
-        "vllm.device_allocator.sleep_mode_backend"
-    ).SleepModeBackendFactory
-    if not model_config.enable_sleep_mode or not factory.get_backend_class(NAME).is_supported():
+    if not model_config.enable_sleep_mode or not Factory.get_backend_class(NAME).is_supported():
         return
-    if not _has_option():
+    if not hasattr(EngineArgs, "sleep_mode_backend"):
         model_config.sleep_mode_backend = NAME
     if model_config.sleep_mode_backend != NAME:
         return
@@ -72,21 +66,11 @@ def prepare(worker: Any) -> None:
     backend = worker.sleep_mode_backend if get_backend is None else get_backend()
     check_health = worker.check_health
 
-    @functools.wraps(check_health)
     def check_and_report() -> Any:
         """Every worker of vLLM has this method, so that placement can ask any vLLM for it
         (`PluggedEngine`)."""
         check_health()
-        return backend.report()
+        return backend.mirror.report()
 
     worker.check_health = check_and_report
-    try:
-        backend.reserve()
-    except PlacementError as error:
-        logger.warning("no host memory was reserved for vLLM's sleep at level 1: %s", error)
-
-
-def _has_option() -> bool:
-    return hasattr(
-        importlib.import_module("vllm.engine.arg_utils").EngineArgs, "sleep_mode_backend"
-    )
+    backend.reserve()

@@ -20,6 +20,7 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Iterable
@@ -134,12 +135,16 @@ class Card:
         """The number of blocks that can still be mapped; negative: as many as there is room for."""
         self.log: list[tuple[str, int]] = []
         self.memory: dict[int, int] = {}
-        """The driver's handle of the memory behind each mapped address."""
+        """Bytes by the driver's handle of memory that was created and not released."""
+        self._behind: dict[int, int] = {}
+        """The memory behind each mapped address."""
+        self.usable: set[int] = set()
+        """Mapped addresses that the device may read and write."""
         self._created = 0
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity_bytes - sum(self.mapped.values())
+        return self.capacity_bytes - sum(self.memory.values())
 
     def reserve(self, nbytes: int) -> int:
         slab = Slab(nbytes)
@@ -149,40 +154,53 @@ class Card:
     def has_room(self, nbytes: int) -> bool:
         return nbytes <= self.free_bytes and self.fails_in != 0
 
-    def new_memory(self) -> int:
+    def create(self, nbytes: int) -> int:
         self._created += 1
+        self.memory[self._created] = nbytes
         return self._created
 
-    def map(self, address: int, nbytes: int, memory: int) -> None:
+    def map(self, address: int, memory: int) -> None:
         assert address not in self.mapped, "mapped twice"
         self.fails_in -= 1
-        self.mapped[address], self.memory[address] = nbytes, memory
+        nbytes = self.memory[memory]
+        self.mapped[address], self._behind[address] = nbytes, memory
         self.log.append(("map", nbytes))
         ctypes.memmove(address, poison_bytes(0, nbytes), nbytes)
 
     def unmap(self, address: int, nbytes: int) -> int:
         assert self.mapped.pop(address) == nbytes, "not mapped"
+        self.usable.discard(address)
         self.log.append(("unmap", nbytes))
         ctypes.memset(address, 0xAA, nbytes)
-        return self.memory.pop(address)
+        return self._behind.pop(address)
+
+    def back(self, address: int, nbytes: int) -> int:
+        """Have new memory behind an address. Returns its handle."""
+        memory = self.create(nbytes)
+        self.map(address, memory)
+        self.usable.add(address)
+        return memory
+
+    def take(self, address: int, nbytes: int) -> int:
+        """Undo `back`."""
+        memory = self.unmap(address, nbytes)
+        del self.memory[memory]
+        return memory
 
     def create_and_map(self, device: int, nbytes: int, address: int, place: int) -> None:
         """As in the C extension: `place` is the address of the word for the memory's handle."""
         if not self.has_room(nbytes):
             raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp")
-        memory = self.new_memory()
-        self.map(address, nbytes, memory)
-        ctypes.c_uint64.from_address(place).value = memory
+        ctypes.c_uint64.from_address(place).value = self.back(address, nbytes)
 
     def unmap_and_release(self, device: int, nbytes: int, address: int, place: int) -> None:
-        memory = self.unmap(address, nbytes)
+        memory = self.take(address, nbytes)
         assert memory == ctypes.c_uint64.from_address(place).value, "another block's memory"
 
     def check(self, address: int, nbytes: int) -> None:
         assert any(
-            base <= address and address + nbytes <= base + size
-            for base, size in self.mapped.items()
-        ), "a copy from or to memory that is not mapped"
+            base <= address and address + nbytes <= base + self.mapped[base] for base in self.usable
+        ), "a copy from or to memory that is not mapped, or may not be used"
 
     def memcpy(self, target: int, source: int, nbytes: int) -> None:
         """The runtime's `cudaMemcpy`, in either direction."""
@@ -194,13 +212,14 @@ class CardDriver:
     """The driver's calls that the backend makes for itself, for a card."""
 
     property = "of a GPU"
-    access = ("this GPU",)
+    access = ("this GPU", "another GPU")
 
     def __init__(self, card: Card) -> None:
         self.card = card
-        self.created: dict[int, int] = {}
-        """Bytes by memory that is not mapped."""
-        self.is_access_refused = False
+        self.fails = ""
+        """The function that fails."""
+        self.is_interrupted_in = ""
+        """The function in which Ctrl-C comes once."""
 
     def __enter__(self) -> None:
         pass
@@ -209,37 +228,50 @@ class CardDriver:
         pass
 
     def call(self, function: str, *arguments: Any) -> Any:
-        return getattr(self, function)(*arguments)
+        if function == self.fails:
+            raise RuntimeError(f"{function}: CUDA_ERROR_UNKNOWN")
+        value = getattr(self, function)(*arguments)
+        if function == self.is_interrupted_in:
+            self.is_interrupted_in = ""
+            signal.raise_signal(signal.SIGINT)
+        return value
 
-    def failed(self, function: str, *arguments: Any) -> None:
-        self.call(function, *arguments)
+    def failed(self, function: str, *arguments: Any) -> str | None:
+        try:
+            self.call(function, *arguments)
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     def cuMemGetAllocationPropertiesFromHandle(self, memory: int) -> str:
-        assert memory in self.card.memory.values()
+        assert memory in self.card.memory
         return "of vLLM's blocks"
 
     def cuMemCreate(self, nbytes: int, properties: str, flags: int) -> int:
         assert properties == "of vLLM's blocks"
         if not self.card.has_room(nbytes):
             raise DeviceMemoryError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
-        memory = self.card.new_memory()
-        self.created[memory] = nbytes
-        return memory
+        return self.card.create(nbytes)
 
     def cuMemMap(self, address: int, nbytes: int, start: int, memory: int, flags: int) -> None:
-        assert self.created.pop(memory) == nbytes
-        self.card.map(address, nbytes, memory)
+        assert self.card.memory[memory] == nbytes
+        self.card.map(address, memory)
 
-    def cuMemSetAccess(self, address: int, nbytes: int, access: object, count: int) -> None:
+    def cuMemSetAccess(
+        self, address: int, nbytes: int, access: tuple[str, ...], count: int
+    ) -> None:
+        assert access == ("this GPU",)
+        assert count == 1
         assert self.card.mapped[address] == nbytes
-        if self.is_access_refused:
-            raise RuntimeError("cuMemSetAccess: CUDA_ERROR_UNKNOWN")
+        self.card.usable.add(address)
 
     def cuMemUnmap(self, address: int, nbytes: int) -> None:
-        self.created[self.card.unmap(address, nbytes)] = nbytes
+        if address not in self.card.mapped:
+            raise RuntimeError("cuMemUnmap: CUDA_ERROR_INVALID_VALUE")
+        self.card.unmap(address, nbytes)
 
     def cuMemRelease(self, memory: int) -> None:
-        del self.created[memory]
+        del self.card.memory[memory]
 
 
 class CardDevice(SimulatedDevice):

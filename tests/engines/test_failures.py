@@ -167,7 +167,7 @@ class Run:
         assert self.core.vllm.tags_asleep() - {"runtime"} == asleep
         shown = self.shown
         assert {*shown.offloaded_tags} == asleep
-        assert shown.mirror_bytes == shown.host_bytes == self.core.backend._mirror.host_bytes
+        assert shown.mirror_bytes == shown.host_bytes == self.core.backend.mirror.host_bytes
         assert self.door.is_closed is bool(asleep)
 
     @property

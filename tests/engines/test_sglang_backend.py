@@ -47,7 +47,7 @@ class MemorySaver:
 
     def allocate(self, value: torch.Tensor) -> torch.Tensor:
         address = self.card.reserve(value.nbytes)
-        self.card.map(address, value.nbytes, self.card.new_memory())
+        self.card.back(address, value.nbytes)
         self.segments[address] = {
             "address": address,
             "total_size": value.nbytes,
@@ -57,11 +57,11 @@ class MemorySaver:
 
     def pause(self, tag: str) -> None:
         for address, nbytes in self._of(tag):
-            self.card.unmap(address, nbytes)
+            self.card.take(address, nbytes)
 
     def resume(self, tag: str) -> None:
         for address, nbytes in self._of(tag):
-            self.card.map(address, nbytes, self.card.new_memory())
+            self.card.back(address, nbytes)
 
     def _of(self, tag: str) -> list[tuple[int, int]]:
         pools = [pool for (each, _), pool in self._pools.items() if each == tag]

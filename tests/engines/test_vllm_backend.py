@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
 import sys
 from typing import Any
 
@@ -168,7 +170,7 @@ def test_what_vllms_own_allocator_put_to_sleep_comes_back(engine: Engine) -> Non
 def test_the_slab_is_exact_stays_and_follows_the_engine(engine: Engine) -> None:
     kept = sum(SIZES) + (2 * PAGE if engine.vllm.version >= "0.32" else 0)
     engine.backend.reserve()
-    own = engine.backend._mirror
+    own = engine.backend.mirror
     assert own.host_bytes == kept
     assert engine.backend.state() == "RUNNING"
     places = []
@@ -192,7 +194,7 @@ def test_the_slab_is_exact_stays_and_follows_the_engine(engine: Engine) -> None:
 def test_an_engine_that_discards_its_weights_keeps_no_host_memory_for_them(engine: Engine) -> None:
     engine.backend.reserve()
     engine.backend.suspend(2)
-    assert engine.backend._mirror.host_bytes == (2 * PAGE if engine.vllm.version >= "0.32" else 0)
+    assert engine.backend.mirror.host_bytes == (2 * PAGE if engine.vllm.version >= "0.32" else 0)
     engine.backend.resume(["weights"])
     assert torch.equal(engine.weights[0], poison(SIZES[0]))
     for weight, value in zip(engine.weights, engine.values, strict=True):
@@ -209,14 +211,14 @@ def test_weights_that_are_discarded_once_give_their_host_memory_back(engine: Eng
     engine.backend.suspend(1)
     engine.backend.resume(["weights"])
     engine.backend.suspend(2)
-    assert engine.backend._mirror.host_bytes == kept
+    assert engine.backend.mirror.host_bytes == kept
     engine.backend.resume()
     assert torch.equal(engine.weights[0], poison(SIZES[0]))
     for weight, value in zip(engine.weights, engine.values, strict=True):
         weight.copy_(value)
     for _ in range(2):
         engine.backend.suspend(1)
-        assert engine.backend._mirror.host_bytes == sum(SIZES) + kept
+        assert engine.backend.mirror.host_bytes == sum(SIZES) + kept
         engine.backend.resume()
         assert engine.is_whole
 
@@ -236,7 +238,10 @@ def test_memory_without_bytes_is_mapped_when_the_copies_are_done(
     assert set(steps[done + 1 :]) == {"map"}
 
 
-@pytest.mark.parametrize("how", ["no room", "map", "access", "copy", "interrupt"])
+CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+
+
+@pytest.mark.parametrize("how", ["no room", "second block", "copy", "interrupt", *CALLS])
 @pytest.mark.parametrize("tags", [None, ["weights"]], ids=["all", "weights"])
 def test_a_wake_that_fails_leaves_everything_asleep_and_can_be_repeated(
     engine: Engine, how: str, tags: Any, monkeypatch: pytest.MonkeyPatch
@@ -250,25 +255,121 @@ def test_a_wake_that_fails_leaves_everything_asleep_and_can_be_repeated(
             if how == "no room":
                 what = DeviceMemoryError
                 patch.setattr(vllm.card, "capacity_bytes", 6 * PAGE)
-            elif how == "map":
+            elif how == "second block":
                 what = DeviceMemoryError
                 patch.setattr(vllm.card, "fails_in", 2)
-            elif how == "access":
-                patch.setattr(vllm.device.driver, "is_access_refused", True)
             elif how == "copy":
                 patch.setattr(vllm.device, "fails_in", 1)
-            else:
+            elif how == "interrupt":
                 what = KeyboardInterrupt
                 patch.setattr(vllm.device, "wait", raises_once(KeyboardInterrupt))
+            else:
+                patch.setattr(vllm.device.driver, "fails", how)
             with pytest.raises(what):
                 engine.backend.resume(tags)
-        assert vllm.card.mapped == {}
-        assert vllm.device.driver.created == {}
+        assert vllm.card.mapped == vllm.card.memory == {}
         assert vllm.tags_asleep() == asleep
         assert engine.backend.state() == "SUSPENDED"
     if tags is not None:
         engine.backend.resume(tags)
     engine.backend.resume()
+    assert engine.is_whole
+    assert vllm.tags_asleep() == set()
+
+
+@pytest.mark.parametrize("copies", [-1, 1], ids=["alone", "before an error"])
+@pytest.mark.parametrize("function", CALLS)
+def test_ctrl_c_in_a_call_of_the_driver_loses_no_memory(
+    engine: Engine, function: str, copies: int
+) -> None:
+    vllm = engine.vllm
+    engine.backend.suspend(1)
+    for _ in range(2):
+        vllm.device.driver.is_interrupted_in = function
+        vllm.device.fails_in = copies
+        with pytest.raises(KeyboardInterrupt):
+            engine.backend.resume()
+        assert vllm.card.mapped == vllm.card.memory == {}
+    vllm.device.fails_in = -1
+    engine.backend.resume()
+    assert engine.is_whole
+
+
+def interrupted_at_the_second(unmap: Any) -> Any:
+    """The extension's function that unmaps, with a Ctrl-C before its second call begins."""
+    handles = []
+
+    def unmap_and_release(handle: Any) -> None:
+        handles.append(handle)
+        if len(handles) == 2:
+            signal.raise_signal(signal.SIGINT)
+        unmap(handle)
+
+    return unmap_and_release
+
+
+def test_ctrl_c_while_a_wake_is_undone_loses_no_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = engine.vllm
+    engine.backend.suspend(1)
+    unmap = interrupted_at_the_second(vllm.cumem.unmap_and_release)
+    monkeypatch.setattr(vllm.cumem, "unmap_and_release", unmap)
+    vllm.card.fails_in = 3
+    with pytest.raises(KeyboardInterrupt):
+        engine.backend.resume()
+    assert vllm.card.mapped == vllm.card.memory == {}
+    vllm.card.fails_in = -1
+    engine.backend.resume()
+    assert engine.is_whole
+
+
+def test_ctrl_c_in_a_sleep_leaves_each_block_mapped_or_asleep(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = engine.vllm
+    unmap = interrupted_at_the_second(vllm.cumem.unmap_and_release)
+    monkeypatch.setattr(vllm.cumem, "unmap_and_release", unmap)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backend.suspend(1)
+    for address, data in vllm.allocator.pointer_to_data.items():
+        assert data.is_asleep is (address not in vllm.card.mapped)
+    engine.backend.suspend(1)
+    engine.backend.resume()
+    assert engine.is_whole
+
+
+def test_a_block_that_was_garbage_in_a_wake_that_fails_is_given_back_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = engine.vllm
+    engine.backend.suspend(1)
+    garbage = [engine.weights.pop()]
+    engine.values.pop()
+
+    def fail(_: object) -> None:
+        while garbage:
+            handle = vllm.allocator.python_free_callback(garbage.pop().data_ptr())
+            vllm.cumem.unmap_and_release(handle)
+        raise RuntimeError("cuEventSynchronize: CUDA_ERROR_UNKNOWN")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.device, "wait", fail)
+        with pytest.raises(RuntimeError, match="cuEventSynchronize"):
+            engine.backend.resume()
+    assert vllm.card.mapped == vllm.card.memory == {}
+    engine.backend.resume()
+    assert engine.is_whole
+
+
+def test_what_vllm_itself_put_to_sleep_gets_memory_as_it_had(engine: Engine) -> None:
+    """Before the backend has. The card's driver refuses other properties than vLLM's."""
+    vllm = engine.vllm
+    vllm.allocator.sleep(("weights", "runtime", "cudagraph"))
+    engine.backend.resume()
+    if hasattr(vllm.allocator, "discard"):
+        vllm.allocator.discard(("kv_cache",))
+        vllm.backend.PlacementBackend().resume()
     assert engine.is_whole
     assert vllm.tags_asleep() == set()
 
@@ -360,6 +461,16 @@ def test_weights_that_come_back_wrong_get_no_traffic_until_they_are_filled(engin
     assert engine.is_whole
 
 
+def test_bytes_of_another_tag_that_come_back_wrong_are_an_error_at_once(engine: Engine) -> None:
+    """Nothing fills them anew."""
+    engine.backend.suspend(1)
+    runtime = engine.inner.get("runtime", engine.weights[0])
+    engine.vllm.device.flips = {runtime.data_ptr()}
+    with pytest.raises(IntegrityError, match=WEIGHTS_DIFFER):
+        engine.backend.resume(["weights"] if engine.inner else None)
+    assert engine.vllm.card.mapped == {}
+
+
 def test_a_mirror_that_was_written_is_found(engine: Engine) -> None:
     engine.backend.suspend(1)
     backups = [d.cpu_backup_tensor for d in engine.vllm.allocator.pointer_to_data.values()]
@@ -389,7 +500,7 @@ def test_two_hundred_cycles_leave_no_byte_behind(engine: Engine) -> None:
         engine.write(cycle % 3)
         engine.backend.suspend(1)
         assert card.mapped == {}
-        host.add(engine.backend._mirror.host_bytes)
+        host.add(engine.backend.mirror.host_bytes)
         engine.backend.resume(["weights"] if cycle % 2 else None)
         engine.backend.resume()
         assert card.free_bytes == used
@@ -425,8 +536,8 @@ def test_the_plug_in_chooses_it_and_reserves_when_the_worker_has_warmed_up(plugg
     assert wrapper.compile_or_warm_up_model() == "times"
     backend = worker._sleep_mode_backend
     assert type(backend).__name__ == "PlacementBackend"
-    assert backend._mirror.host_bytes >= sum(SIZES)
-    told = {"host_bytes": backend._mirror.host_bytes, "is_spoilt": False}
+    assert backend.mirror.host_bytes >= sum(SIZES)
+    told = {"host_bytes": backend.mirror.host_bytes, "is_spoilt": False}
     assert wrapper.check_health() == {"placement": told}
     # vLLM's own worker drives it.
     worker.sleep(1)
@@ -441,6 +552,31 @@ def test_the_plug_in_chooses_it_and_reserves_when_the_worker_has_warmed_up(plugg
         worker.wake_up(["kv_cache"])
     worker.sleep(2)
     worker.wake_up()
+
+
+def test_a_worker_whose_wake_failed_wakes_when_there_is_room(plugged: Vllm) -> None:
+    engine = Engine(plugged)
+    worker = plugged.worker(**named(plugged))
+    scale = torch.empty(3)
+    worker.model_runner.model.register_buffer("scale", scale)
+    wrapper = plugged.wrapped(worker)
+    wrapper.init_device()
+    wrapper.compile_or_warm_up_model()
+    for level in (1, 2):
+        scale.fill_(1)
+        worker.sleep(level)
+        scale.fill_(0)
+        plugged.card.capacity_bytes = 6 * PAGE
+        for _ in range(2):
+            with pytest.raises(DeviceMemoryError, match="out of memory") as failure:
+                worker.wake_up()
+            # vLLM's executor over processes sends the text, and the one over Ray the error
+            assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
+            assert plugged.card.mapped == {}
+        plugged.card.capacity_bytes = CAPACITY
+        worker.wake_up()
+        assert engine.is_whole is (level == 1)
+        assert scale.tolist() == ([1] * 3 if level == 2 else [0] * 3)  # kept by the worker
 
 
 def test_the_plug_in_leaves_alone_who_did_not_ask(plugged: Vllm) -> None:

@@ -93,7 +93,7 @@ def test_a_captured_graph_reads_what_came_back(engine: Engine) -> None:
         engine.backend.resume(["kv_cache"])
         assert all(map(torch.equal, engine.weights, values))
         assert bool(engine.kv_cache.isnan().all())
-    assert engine.backend.copied_bytes == 0 or engine.backend._mirror.host_bytes >= 4 * 50 * MIB
+    assert engine.backend.copied_bytes == 0 or engine.backend.mirror.host_bytes >= 4 * 50 * MIB
 
 
 def test_a_wake_without_memory_can_be_repeated(engine: Engine) -> None:

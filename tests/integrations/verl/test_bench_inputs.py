@@ -59,6 +59,7 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
 with open(os.environ["VERL_BENCH_EVENTS"], "w") as file:
     for step in (1, 2):
         print(json.dumps({"step": step, "phase": "sleep"}), file=file)
+    file.write('{"step": 2, "pha')
 raise ValueError(str(sys.argv))
 """
 
@@ -76,6 +77,6 @@ def test_a_run_that_dies_has_its_whole_steps_and_says_in_which_part(tmp_path: Pa
     assert [event["step"] for event in job.events] == [1]
     assert job.failure is not None
     assert str(job.failure).startswith(
-        "verl's driver: ended with 1 in its start: main_ppo.py:8, in <module>: ValueError"
+        "verl's driver: ended with 1 in its start: main_ppo.py:9, in <module>: ValueError"
     )
     assert "no.such.option=1" in job.failure.__notes__[0]
