@@ -271,7 +271,7 @@ class _Benchmark:
         if timeline is not None:
             self._write_peaks(scenario, system, job, timeline)
         snapshots = [event["states"] for event in job.events if event["states"]]
-        if snapshots:
+        if len(snapshots) > 1:
             self._write_moves(
                 scenario, system, snapshots[0][0], snapshots[-1][0], len(snapshots) - 1
             )

@@ -1,10 +1,10 @@
 """A sleep-mode backend of vLLM (`--sleep-mode-backend placement`). See `vllm_plugin`, which has
 vLLM find it.
 
-The memory stays vLLM's: `CuMemAllocator` maps and unmaps its blocks, and records of each whether it
-is asleep and where its bytes are on the host. Here are only other copies, and one `Mirror` in place
-of a page-locked tensor for each block. So vLLM's own calls of its allocator stay right at any time:
-they find the mirror's places where they look for theirs.
+The memory stays vLLM's: `CuMemAllocator` records of each block whether it is asleep and where its
+bytes are on the host. Here are only other copies, another way to map what wakes, and one `Mirror`
+in place of a page-locked tensor for each block. So vLLM's own calls of its allocator stay right at
+any time: they find the mirror's places where they look for theirs.
 
 Read from vllm/device_allocator/sleep_mode_backend.py and cumem.py of vLLM 0.25 to 0.33.
 """
