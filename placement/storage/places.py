@@ -36,6 +36,7 @@ class ObjectRanges:
     def __init__(self, name: str) -> None:
         self.name = name
         self._addresses: dict[str, int] = {}  # the address of the storage, by the tensor's name
+        self._identities: dict[str, int] = {}  # `id` of the tensor, by its name
         # equal forms are one object: each object more is one more for the garbage collector
         self._forms: dict[str, Form] = {}
         # the outlines of wrappers, by the names of their parts
@@ -83,6 +84,7 @@ class ObjectRanges:
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Forget all places, and note those where these tensors are now."""
         self._addresses = {}
+        self._identities = {}
         self._forms = {}
         self._outlines = {}
         self._other_names = other_names
@@ -91,9 +93,10 @@ class ObjectRanges:
     def note_unless_moved(
         self, in_place: Sequence[Owned], other_names: Mapping[str, str]
     ) -> list[str]:
-        """Note the places of now, unless a name has another place than noted. Returns such
-        names."""
+        """Note the places of now, unless a tensor has got another place than noted. Returns the
+        names of such tensors."""
         noted = self._addresses, self._forms, self._outlines, self._other_names
+        identities = self._identities
         self.note_places(in_place, other_names)
         moved = []
         for name, address in noted[0].items():
@@ -103,8 +106,28 @@ class ObjectRanges:
             if present not in (None, address):
                 moved.append(name)
         if moved:
+            names_now, self._identities = self._identities, identities
             self._addresses, self._forms, self._outlines, self._other_names = noted
+            at_home = self.at_home(in_place)
+            moved = [name for name in moved if names_now.get(name) not in at_home]
+            if not moved:  # tensors have other names now: the first layer was taken out
+                self.note_places(in_place, other_names)
         return moved
+
+    def at_home(self, in_place: Iterable[Owned]) -> frozenset[int]:
+        """`id` of each of these tensors that is at its noted place, under any name."""
+        homes = {self._identities[name]: address for name, address in self._addresses.items()}
+        at_home = list[int]()
+        for owned in in_place:
+            identity = id(owned.tensor)
+            if homes.get(identity) == owned.tensor.untyped_storage().data_ptr():
+                at_home.append(identity)
+        return frozenset(at_home)
+
+    def has_taken_name(self, name: str, at_home: frozenset[int]) -> bool:
+        """Whether a new tensor that has this noted name has only taken the name: the tensor that
+        had it is `at_home`, under another one. A layer was put in before others."""
+        return self._identities.get(name) in at_home
 
     def add_places(self, fresh: Range) -> None:
         """Add the places of the tensors that are about to move into a new range."""
@@ -122,6 +145,7 @@ class ObjectRanges:
         for owned, address in places:
             form = form_of(owned.tensor)
             self._addresses[owned.name] = address
+            self._identities[owned.name] = id(owned.tensor)
             self._forms[owned.name] = forms.setdefault(form, form)
             # a sparse tensor is no wrapper: it is restored by its parts
             if owned.wrapper is not None and is_wrapper(owned.wrapper):

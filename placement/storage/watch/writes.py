@@ -119,7 +119,10 @@ class Watch:
         replaced = _names(relocated.adoptee for relocated in scan.relocated)
         if scan.lasting:
             places = self._ranges.named_places()
-            replaced += [name for name in _names(scan.lasting) if name in places]
+            at_home = self._ranges.at_home(scan.in_place or ())
+            for name in _names(scan.lasting):
+                if name in places and not self._ranges.has_taken_name(name, at_home):
+                    replaced.append(name)
         if replaced:  # half() and to() convert gradients, too
             places = self._ranges.places(self._ranges.all)
             replaced += [name for name in _names(scan.transient) if name in places]
