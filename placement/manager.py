@@ -220,7 +220,8 @@ class Manager:
         Args:
             name: the handle's name: 1 to 64 letters, digits and `_.:-`.
             target: the object to register. Keep a reference to a module or an optimizer: if it is
-                garbage-collected, its handle goes, too.
+                garbage-collected, its handle goes, too. A `ModuleList` or `ModuleDict` is kept
+                until `unregister`.
             role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or
                 rollout. An optimizer has its owner's role.
             owner: the module handle whose parameters an optimizer steps; needed only where

@@ -98,6 +98,7 @@ class Adapter(abc.ABC):
     _sparse: Iterable[torch.Tensor] = ()
     # gradients of the last scan that cannot be moved
     _immovable: Sequence[Noted] = ()
+    _empty: Sequence[Noted] = ()
     # device tensors of the last scan, in objects that a module holds, that cannot be moved
     _left: Sequence[Noted] = ()
     # a record of the last `owned()`, where a quick check can tell whether it has changed since
@@ -189,6 +190,10 @@ class Adapter(abc.ABC):
         """The sparse tensors of the last scan, which may use storages of other objects: see
         `own_storages`."""
         return iter(self._sparse)
+
+    def empty(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of those that the last scan left out, because they have no bytes."""
+        return _living(self._empty)
 
     def immovable(self) -> Iterator[tuple[str, str]]:
         """Name and problem of gradients that cannot be moved as bytes, as of the last scan. They

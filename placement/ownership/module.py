@@ -104,6 +104,7 @@ class ModuleAdapter(Adapter):
         self._kinds: dict[type, int] = {}
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
         self._immovable: list[Noted] = []
+        self._empty: list[Noted] = []
         self._left: list[Noted] = []
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
@@ -202,6 +203,7 @@ class ModuleAdapter(Adapter):
         """The tensors and modules of a module tree."""
         self._nests = False
         self._immovable = []
+        self._empty = []
         self._left = []
         self._sparse.clear()
         self._other_names = {}
@@ -317,6 +319,8 @@ class ModuleAdapter(Adapter):
             if self._moves(path, part, transient=transient):
                 wrapper = None if part is tensor else tensor
                 scan.owned.append(Owned(path, part, transient, wrapper))
+            elif not part.numel():
+                self._empty.append((path, weakref.ref(part)))
         gradient = tensor.grad if leaf else None
         if gradient is not None:
             self._add_gradient(scan, f"{name}.grad", gradient)

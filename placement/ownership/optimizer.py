@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,15 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.weak import WeakIdSet, reference
 from placement.frameworks.base import answering, asked, own_state, stepped_for
-from placement.ownership.adapter import HANDED_BACK, TRACK, Adapter, Seen, SteadyState, refusal
+from placement.ownership.adapter import (
+    HANDED_BACK,
+    TRACK,
+    Adapter,
+    Noted,
+    Seen,
+    SteadyState,
+    refusal,
+)
 from placement.ownership.optimizer_state import (
     Leaf,
     Unborn,
@@ -85,6 +94,7 @@ class OptimizerAdapter(Adapter):
         """Tensors of the last scan that lie in storages of the modules: a main parameter, a view of
         a parameter in the state."""
         self._sparse: WeakIdSet[torch.Tensor] = WeakIdSet()
+        self._empty: list[Noted] = []
         self._lent_gradients: WeakIdSet[torch.Tensor] = WeakIdSet()
         """State tensors of the last scan that are the modules' gradients, or lie in their
         storages."""
@@ -162,6 +172,7 @@ class OptimizerAdapter(Adapter):
     def _scan(self) -> Iterator[Owned]:
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
+        self._empty.clear()
         self._with_scalars = answering("optimizer_scalars")
         objects, leaves = optimizers_in(self._root())
         parameters = parameters_of(leaves)
@@ -243,6 +254,8 @@ class OptimizerAdapter(Adapter):
         if storage._cdata in storages or (storage.nbytes() and not has_elements):
             self._borrowed.add(owned.tensor)
             return False
+        if not has_elements:
+            self._empty.append((owned.name, weakref.ref(owned.tensor)))
         return has_elements
 
     def borrowed(self) -> Iterator[torch.Tensor]:

@@ -226,9 +226,10 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     if detached > 0:
         owners = ", ".join(owner.name for owner in handle.owners)
         detail = (
-            f"it steps {detached} parameter(s) that {owners} no longer has: they were replaced "
-            "(load_state_dict(assign=True), a new layer), so the module does not learn. Make a new "
-            "optimizer"
+            f"it steps {detached} parameter(s) that {owners} does not have. If they were replaced "
+            "(load_state_dict(assign=True), a new layer), the module does not learn: make a new "
+            "optimizer. If add_param_group() brought them, they never move: register them as a "
+            "part of the module"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
     for kind in unregistered(handle):

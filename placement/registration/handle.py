@@ -173,7 +173,7 @@ class Handle:
         """The view of this handle that a policy was shown last, with its fields."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because there may be no other reference to it:
-        one that a `Lazy`'s factory made, or an engine."""
+        one that a `Lazy`'s factory made, an engine, or a list of modules."""
         self._object: weakref.ref[Any] | None = None
         self._gathers: str | None = None  # the adapter's `gathers` when the object was attached
 

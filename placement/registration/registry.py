@@ -282,6 +282,9 @@ class Registry:
                 compute_device=self._device.torch_device,
                 external=external,
             )
+        if isinstance(target, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            # Modules that share weights are registered as one list, made in the call of register().
+            handle.built_object = target
         cls = ModuleAdapter if isinstance(target, torch.nn.Module) else OptimizerAdapter
         return cls(
             target, name=handle.name, compute_device=self._device.torch_device, external=external

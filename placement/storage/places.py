@@ -36,6 +36,7 @@ class ObjectRanges:
     def __init__(self, name: str) -> None:
         self.name = name
         self._addresses: dict[str, int] = {}  # the address of the storage, by the tensor's name
+        self._identities: dict[str, int] = {}  # `id` of the tensor, by its name
         # equal forms are one object: each object more is one more for the garbage collector
         self._forms: dict[str, Form] = {}
         # the outlines of wrappers, by the names of their parts
@@ -83,6 +84,7 @@ class ObjectRanges:
     def note_places(self, in_place: Sequence[Owned], other_names: Mapping[str, str]) -> None:
         """Forget all places, and note those where these tensors are now."""
         self._addresses = {}
+        self._identities = {}
         self._forms = {}
         self._outlines = {}
         self._other_names = other_names
@@ -91,20 +93,40 @@ class ObjectRanges:
     def note_unless_moved(
         self, in_place: Sequence[Owned], other_names: Mapping[str, str]
     ) -> list[str]:
-        """Note the places of these tensors, unless some names are at other places than noted.
-        Returns such names."""
-        addresses = {owned.name: owned.tensor.untyped_storage().data_ptr() for owned in in_place}
+        """Note the places of these tensors, unless some are at other places than noted. Returns
+        their names. A tensor may have another name now: the first layer was taken out."""
+        present = {owned.name: owned.tensor for owned in in_place}
         moved = []
+        at_home: frozenset[int] | None = None
         for name, noted_address in self._addresses.items():
-            address = addresses.get(name)
-            if address is None and name in other_names:
-                address = addresses.get(other_names[name])
+            tensor = present.get(name)
+            if tensor is None and name in other_names:
+                tensor = present.get(other_names[name])
             # a name without a tensor has not moved: its tensor is gone
-            if address is not None and address != noted_address:
+            if tensor is None or tensor.untyped_storage().data_ptr() == noted_address:
+                continue
+            if at_home is None:
+                at_home = self.at_home(in_place)
+            if name not in present or id(tensor) not in at_home:  # tied, or replaced
                 moved.append(name)
         if not moved:
             self.note_places(in_place, other_names)
         return moved
+
+    def at_home(self, in_place: Iterable[Owned]) -> frozenset[int]:
+        """`id` of each of these tensors that is at its noted place, under any name."""
+        homes = {self._identities[name]: address for name, address in self._addresses.items()}
+        at_home = list[int]()
+        for owned in in_place:
+            identity = id(owned.tensor)
+            if homes.get(identity) == owned.tensor.untyped_storage().data_ptr():
+                at_home.append(identity)
+        return frozenset(at_home)
+
+    def has_taken_name(self, name: str, at_home: frozenset[int]) -> bool:
+        """Whether a new tensor that has this noted name has only taken the name: the tensor that
+        had it is `at_home`, under another one. A layer was put in before others."""
+        return self._identities.get(name) in at_home
 
     def add_places(self, fresh: Range) -> None:
         """Add the places of the tensors that are about to move into a new range."""
@@ -122,6 +144,7 @@ class ObjectRanges:
         for owned, address in places:
             form = form_of(owned.tensor)
             self._addresses[owned.name] = address
+            self._identities[owned.name] = id(owned.tensor)
             self._forms[owned.name] = forms.setdefault(form, form)
             # a sparse tensor is no wrapper: it is restored by its parts
             if owned.wrapper is not None and is_wrapper(owned.wrapper):

@@ -434,7 +434,7 @@ def test_an_optimizer_of_an_engines_parameters_has_the_engine_as_its_owner() -> 
         engine.module = net()
     with manager.phase("rollout"):
         pass
-    assert any("no longer has" in finding.detail for finding in manager.audit().findings)
+    assert any("does not have" in finding.detail for finding in manager.audit().findings)
 
 
 def test_an_external_engine_is_tracked_and_never_moved() -> None:

@@ -182,3 +182,16 @@ def test_a_tensor_in_another_handles_memory_is_a_finding(worker: Worker) -> None
     with worker.manager.phase("values"):
         pass
     assert worker.manager.audit().ok
+
+
+def test_parameters_of_no_registered_module_that_are_stepped_are_named_as_such(
+    worker: Worker,
+) -> None:
+    with worker.manager.phase("train"):
+        worker.adam.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    [finding] = worker.manager.audit().findings
+    assert finding.handle == "actor.optimizer"
+    assert "it steps 1 parameter(s) that actor does not have" in finding.detail
+    assert "add_param_group() brought them" in finding.detail
+    worker.adam.param_groups.pop()
+    assert worker.manager.audit().ok

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, HostMemoryError, Lazy, PhaseError, RegistrationError
+from placement import (
+    DeviceMemoryError,
+    HostMemoryError,
+    Lazy,
+    NotResidentError,
+    PhaseError,
+    RegistrationError,
+)
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import (
     CAPACITY,
@@ -280,3 +287,22 @@ def test_a_build_that_fails_late_leaves_the_handle_as_it_was_registered() -> Non
         pass
     assert (adam.kind, adam.role, adam.owners) == ("module", None, ())
     manager.unregister("actor")  # nothing steps it
+
+
+@pytest.mark.parametrize("container", ["ModuleList", "ModuleDict"])
+def test_a_list_of_modules_that_is_made_in_the_call_is_kept_until_it_is_unregistered(
+    container: str,
+) -> None:
+    manager, actor, critic = make_manager(), net(), net()
+    critic[0].weight = actor[0].weight
+    modules = [actor, critic] if container == "ModuleList" else {"actor": actor, "critic": critic}
+    handle = manager.register("trunk", getattr(torch.nn, container)(modules), role="actor")
+    gc.collect()
+    with manager.phase("log_prob"):
+        assert handle.state is GPU
+        actor(batch())
+    with pytest.raises(NotResidentError, match="'trunk'"):
+        critic(batch())
+    assert_nothing_resident(manager)
+    manager.unregister("trunk")
+    critic(batch())

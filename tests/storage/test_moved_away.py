@@ -447,3 +447,55 @@ def test_a_replacement_that_the_user_takes_back_needs_no_restore() -> None:
     with worker.manager.phase("train"):
         assert_same(dict(worker.net.state_dict()), dict(wanted))
     assert_nothing_resident(worker.manager)
+
+
+RENAMES: dict[str, Callable[[Worker], object]] = {
+    "two layers change places": lambda worker: worker.net.__init__(*reversed(worker.net)),  # type: ignore[misc]
+    "parameter groups change places": lambda worker: worker.adam.param_groups.reverse(),
+}
+
+
+@pytest.mark.parametrize("rename", RENAMES)
+def test_tensors_with_other_names_were_not_replaced(rename: str) -> None:
+    """The state of an optimizer has the numbers of its parameters as names, a list of layers those
+    of its layers."""
+    worker = Worker()
+    worker.manager.unregister("actor.optimizer")
+    layers = [{"params": layer.parameters()} for layer in (worker.net[0], worker.net[2])]
+    worker.adam = torch.optim.AdamW(layers, lr=1e-2)
+    worker.manager.register("actor.optimizer", worker.adam)
+    parameters = [*worker.net.parameters()]
+
+    def values() -> list[torch.Tensor]:
+        moments = [worker.adam.state[parameter]["exp_avg"] for parameter in parameters]
+        return copy.deepcopy([*(parameter.detach() for parameter in parameters), *moments])
+
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        wanted = values()
+    RENAMES[rename](worker)
+    assert worker.manager.audit().ok
+    with worker.manager.phase("train"):
+        assert_same(values(), wanted)
+    worker.optimizer.restore()
+    worker.actor.restore()
+    with worker.manager.phase("train"):
+        assert_same(values(), wanted)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_layer_put_in_before_others_is_added_and_shares_no_memory() -> None:
+    worker = trained()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    worker.net.insert(0, nn.Linear(64, 64))
+    with (
+        pytest.raises(IntegrityError, match=r"^0\.weight, 0\.bias were added to 'actor'"),
+        worker.manager.phase("log_prob"),
+    ):
+        pass
+    worker.actor.restore()
+    with worker.manager.phase("log_prob"):
+        values = worker.net.state_dict()
+        assert_same([values["1.weight"], values["3.bias"]], [wanted["0.weight"], wanted["2.bias"]])
+        assert len({values[name].data_ptr() for name in values}) == len(values)
+    assert_nothing_resident(worker.manager)

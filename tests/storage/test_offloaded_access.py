@@ -343,6 +343,8 @@ ROWS: dict[str, tuple[Way, ...]] = {
         lambda world: world.model._apply(lambda t: t.clone()),  # as to() another device does
         _write(lambda t: setattr(t, "data", torch.ones(t.shape))),
         _write_moment(lambda t: setattr(t, "data", t.data * 2)),
+        _write(lambda t: setattr(t, "data", torch.empty(0))),  # to free its memory
+        _write_moment(lambda t: setattr(t, "data", torch.empty(0))),
         _exchange,
     ),
     "a new `nn.Parameter` or module in the place of a registered one, tied weights": (

@@ -21,7 +21,7 @@ from placement.core.errors import IntegrityError, listed
 from placement.storage.layout import Adoptee, exchange, form_of, point
 from placement.storage.places import Place
 from placement.storage.scan import Scan, StorageScanner
-from placement.tensors.plain import restore
+from placement.tensors.plain import Owned, restore
 
 
 class Change(NamedTuple):
@@ -119,7 +119,14 @@ class Watch:
         replaced = _names(relocated.adoptee for relocated in scan.relocated)
         if scan.lasting:
             places = self._ranges.named_places()
-            replaced += [name for name in _names(scan.lasting) if name in places]
+            at_home = self._ranges.at_home(scan.in_place or ())
+            for name in _names(scan.lasting):
+                if name in places and not self._ranges.has_taken_name(name, at_home):
+                    replaced.append(name)
+        emptied = [name for name, _ in self._scanner.adapter.empty()]
+        if emptied:  # `.data = torch.empty(0)`
+            places = self._ranges.named_places()
+            replaced += [name for name in emptied if name in places]
         if replaced:  # half() and to() convert gradients, too
             places = self._ranges.places(self._ranges.all)
             replaced += [name for name in _names(scan.transient) if name in places]
@@ -214,6 +221,7 @@ class Watch:
         tensors = [*(scan.in_place or ())]
         for adoptee in scan.outside:
             tensors += adoptee.owned
+        tensors += [Owned(name, tensor) for name, tensor in self._scanner.adapter.empty()]
         names = {*self.replaced} & places.keys()
         replaced = [owned for owned in tensors if owned.name in names]
         for owned in replaced:
