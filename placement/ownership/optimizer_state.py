@@ -161,9 +161,11 @@ def state_of(
     last = len(order), no_group
     state: Mapping[Any, Any] = leaf.optimizer.state
     places = [(*order.get(id(owner), last), owner) for owner in state]
-    for index, group, owner in sorted(places, key=operator.itemgetter(0)):
+    places.sort(key=operator.itemgetter(0))
+    for position, (index, group, owner) in enumerate(places):
         entry = state[owner]
-        unlisted = "unlisted" if isinstance(owner, torch.Tensor) else owner
+        # several parameters may have left their groups: each name is given once
+        unlisted = f"unlisted.{position}" if isinstance(owner, torch.Tensor) else owner
         label = f"{leaf.path}state.{index if id(owner) in order else unlisted}"
         if not isinstance(entry, (dict, Mapping)):
             for name, tensor in nested_tensors(entry, label, levels):

@@ -499,3 +499,27 @@ def test_a_layer_put_in_before_others_is_added_and_shares_no_memory() -> None:
         assert_same([values["1.weight"], values["3.bias"]], [wanted["0.weight"], wanted["2.bias"]])
         assert len({values[name].data_ptr() for name in values}) == len(values)
     assert_nothing_resident(worker.manager)
+
+
+def test_state_of_parameters_that_left_their_groups_keeps_its_places() -> None:
+    worker = trained()
+    group = worker.adam.param_groups[0]
+    parameters = group["params"]
+
+    def moments() -> list[torch.Tensor]:
+        return [worker.adam.state[parameter]["exp_avg"].clone() for parameter in parameters]
+
+    with worker.manager.phase("train"):
+        wanted = moments()
+    group["params"] = parameters[2:]  # the first layer is frozen
+    with worker.manager.phase("train"):
+        assert_same(moments(), wanted)
+    for entry in worker.adam.state.values():
+        entry["exp_avg"].data = torch.zeros_like(entry["exp_avg"])
+    with pytest.raises(IntegrityError, match="were replaced"), worker.manager.phase("train"):
+        pass
+    worker.optimizer.restore()
+    group["params"] = parameters
+    with worker.manager.phase("train"):
+        assert_same(moments(), wanted)
+    assert_nothing_resident(worker.manager)

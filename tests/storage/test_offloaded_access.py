@@ -254,6 +254,14 @@ def _exchange(world: World) -> None:
     first.data, second.data = second.data, first.data
 
 
+def _swap_layers(world: World) -> None:
+    world.model[0], world.model[1] = world.model[1], world.model[0]
+    for values in (world.values, world.gradients, world.moments):
+        for name in ("weight", "bias"):
+            first, second = f"0.{name}", f"1.{name}"
+            values[first], values[second] = values[second], values[first]
+
+
 def _tie(world: World) -> None:
     world.model[1].weight = world.model[0].weight
 
@@ -270,6 +278,10 @@ ROWS: dict[str, tuple[Way, ...]] = {
         lambda world: _zeroed(world, world.model),
         lambda world: _zeroed(world, *world.model),
         lambda world: _zeroed(world, world.adam),
+    ),
+    "layers, or parameters of a group, change places": (
+        _swap_layers,
+        lambda world: world.adam.param_groups[0]["params"].reverse(),
     ),
     "`module(x)`, `module.forward(x)`, a call of a submodule, a compiled call": (
         lambda world: world.model(world.x),
