@@ -70,8 +70,7 @@ class Mover:
     An entry or a switch calls `begin`, `move`, `commit` and `end`; after an error of the first
     three only `go_back`. An exit calls `begin`, `move_as_far_as_possible` and `end`.
     `strict`: stray references after an offload are errors. `verifier`: compares moved bytes; None:
-    nothing is compared. `while_copying`: called in each move that is not all or nothing, once the
-    link has work.
+    nothing is compared.
     """
 
     def __init__(
@@ -80,13 +79,11 @@ class Mover:
         journal: Journal,
         strict: bool,
         verifier: Verifier | None,
-        while_copying: Callable[[], object],
     ) -> None:
         self._device = device
         self._journal = journal
         self._strict = strict
         self._verifier = verifier
-        self._while_copying = while_copying
         # the chunks of the phase transition under way. The one before leaves it none, except where
         # the group's decision is unknown: going back later needs them.
         self.chunk_pool = ChunkPool(device)
@@ -125,7 +122,7 @@ class Mover:
             t.room_bytes,
             dropping=_dropping(self._sources, t.plan),
             staying=t.ahead.staying,
-            while_copying=self._while_copying if t.is_exit else lambda: None,
+            while_copying=t.while_copying,
         )
 
     def move(self, t: Transition) -> None:

@@ -58,7 +58,7 @@ class Reconciler:
         # None: this process takes whatever is free
         self.turn = turn_for(device, settings)
         verifier = None if settings.verify == "off" else Verifier()
-        self._mover = Mover(device, journal, settings.strict, verifier, device.compare_poison)
+        self._mover = Mover(device, journal, settings.strict, verifier)
         self._participants: list[Participant] = [EarlyCopies(self.prefetcher, self._mover)]
         """The participants of every transition, beside the look for changes and the other ranks."""
         if verifier is not None:

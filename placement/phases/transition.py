@@ -55,6 +55,10 @@ class Transition:
                 self.offloads |= not handle.external
         return decisions
 
+    def while_copying(self) -> None:
+        for participant in self.participants:
+            participant.while_copying(self)
+
 
 class Participant:
     """A part of a manager that takes part in phase transitions beside the handles.
@@ -66,6 +70,10 @@ class Participant:
 
     def prepare(self, transition: Transition) -> None:
         """Get ready, before a handle moves. An error ends an entry."""
+
+    def while_copying(self, transition: Transition) -> None:
+        """The link has work, if any byte moves. The place for what takes the host long. An error
+        makes an entry go back. Called once an exchange, so never where no handle moves."""
 
     def moved(self, transition: Transition) -> None:
         """Every handle has moved, and can still go back without new memory. An error makes an entry

@@ -12,6 +12,7 @@ import torch
 
 from placement import IntegrityError, State
 from placement.policies import Colocated
+from placement.storage.watch.writes import Watch
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
@@ -553,3 +554,80 @@ def test_every_bit_pattern_survives() -> None:
         with manager.phase("log_prob"):
             assert_same(dict(model.named_buffers()), values)
             assert handle.state is State.GPU_RESIDENT
+
+
+class Paged(Program):
+    """A program of several pages on the device, whose copies to it are noted."""
+
+    def __init__(self) -> None:
+        device = SimulatedDevice(CAPACITY, chunk_bytes=8192)
+        super().__init__(device)
+        self.events = list[str]()
+        copy = device.copy
+
+        def noted(copies: Any, direction: Any) -> None:
+            self.events.append(direction)
+            copy(copies, direction)
+
+        device.copy = noted  # type: ignore[method-assign]
+
+
+def test_tensors_are_looked_at_while_the_first_pages_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = Paged()
+    program.train()
+    look = Watch.look
+
+    def noted(watch: Watch) -> Any:
+        program.events.append("look")
+        return look(watch)
+
+    monkeypatch.setattr(Watch, "look", noted)
+    program.events.clear()
+    with program.manager.phase("reward"):
+        loading = [*program.events]
+    with program.manager.phase("train") as phase:
+        program.learn()
+        program.events.clear()
+        phase.switch("reward")
+        swapping = [*program.events]
+    assert loading.index("to_device") < loading.index("look")
+    assert swapping.index("to_host") < swapping.index("look")
+
+
+def wrong_write(program: Program) -> None:
+    program.model[0].weight.detach().mul_(0.5)
+
+
+def wrong_data(program: Program) -> None:
+    program.model[0].weight.data = torch.zeros(64, 64)
+
+
+@pytest.mark.parametrize("change", [wrong_write, wrong_data])
+@pytest.mark.parametrize("way_in", ["enter", "switch"])
+def test_an_entry_that_finds_a_change_takes_every_handle_back(
+    change: Callable[[Program], None], way_in: str
+) -> None:
+    program = Paged()
+    values = program.train(2)
+    manager = program.manager
+    if way_in == "switch":
+        with manager.phase("reward") as phase:
+            wanted = program.other.weight.detach().clone()
+            change(program)
+            with pytest.raises(IntegrityError, match=r"0\.weight of 'actor'"):
+                phase.switch("train")
+            assert manager.handles["ref"].state is State.GPU_RESIDENT
+            assert_same(program.other.weight, wanted)
+    else:
+        change(program)
+        with pytest.raises(IntegrityError, match=r"0\.weight of 'actor'"):
+            manager.enter("train")
+        assert "to_device" in program.events
+    if change is wrong_data:
+        program.actor.restore()
+    assert_nothing_resident(manager)
+    with manager.phase("train"):
+        assert_same(program.values(), values)
+    assert_nothing_resident(manager)

@@ -233,8 +233,8 @@ class Exchange:
     """Device bytes that may stay aside, by handle's storage that leaves, so that no thread waits
     for their saves."""
     while_copying: Callable[[], object] = lambda: None
-    """Called once a run, if any storage leaves. The link has work by then, unless memory is put
-    aside first."""
+    """Called once a run. The link has work by then, unless memory is put aside first. An error ends
+    the exchange."""
     _arrivals: Arrivals = field(init=False)  # this and the next three are those of one `run`
     _releases_at_once: bool = field(init=False)
     # device bytes that may be taken from the driver before any chunk was given up
@@ -285,6 +285,7 @@ class Exchange:
             else:
                 for _ in range(2):  # two bursts keep the link busy while every tensor is looked at
                     self._arrivals.bring_more()
+            self.while_copying()
             # Look at every tensor only now, while the link is busy. Vacate only after that: the
             # memory of a range may hold new tensors, which a state dict gave the object, and they
             # must be taken in first.
@@ -384,7 +385,6 @@ class Exchange:
             for departure in departures:
                 while departure.waiting:
                     self._enqueue_part(departure)
-        self.while_copying()
 
     def _enqueue_rest(self, departure: Departure) -> None:
         """Enqueue the pages that `_enqueue_first` has left, once every tensor has been looked at
