@@ -114,7 +114,7 @@ def test_a_connection_may_wait_longer_than_others(worker: Worker) -> None:
     worker.server.timeout_seconds = 0.05
     with worker.manager.phase("log_prob"):
         answer = ThreadPoolExecutor(1).submit(worker.post, "/suspend")
-        until(lambda: worker.suspension._asked)
+        until(lambda: worker.suspension.asked)
         with worker.raw("GET") as idle:
             assert idle.recv(1) == b""  # dropped
         assert not answer.done()
@@ -229,7 +229,7 @@ def test_a_hundred_clients_at_once(worker: Worker) -> None:
     with ThreadPoolExecutor(100) as pool:
         with worker.manager.phase("log_prob"):
             futures = [pool.submit(worker.post, "/suspend") for _ in range(100)]
-            until(lambda: len(worker.suspension._asked) == 100)
+            until(lambda: len(worker.suspension.asked) == 100)
         answers = [future.result(60) for future in futures]
     assert {(code, answer["epoch"], answer["suspended"]) for code, answer in answers} == {
         (200, 1, True)
@@ -244,10 +244,10 @@ def test_a_client_that_dies_is_forgotten(worker: Worker) -> None:
         clients = [worker.raw(head) for _ in range(3)]
         for client in clients:
             client.sendall(body)
-        until(lambda: len(worker.suspension._asked) == 3)
+        until(lambda: len(worker.suspension.asked) == 3)
         for client in clients:
             client.close()
-        until(lambda: not worker.suspension._asked)
+        until(lambda: not worker.suspension.asked)
         until(lambda: threading.active_count() == worker.threads + 1)
     with worker.manager.phase("log_prob"):
         assert worker.manager.snapshot().suspended_seconds < 1
