@@ -140,6 +140,8 @@ def test_control_is_off_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None
     worker = Worker(None)
     assert worker.post("/suspend")[0] == worker.post("/resume")[0] == 404
     assert worker.post("/metrics")[0] == 405
+    with worker.raw("GET /suspend HTTP/1.1\n\n") as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.0 405")
     worker.manager.close()
 
 
@@ -161,7 +163,7 @@ def test_the_token_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker.post("/suspend", b"{")
     worker.suspension.status = None  # type: ignore[assignment,method-assign]
     assert worker.post("/resume")[0] == 500
-    control = worker.server._posts["/suspend"].args[0]  # type: ignore[attr-defined]
+    control = worker.server._pages["/suspend"].args[0]  # type: ignore[attr-defined]
     shown = caplog.text + f"{worker.server!r}{control!r}{worker.manager.snapshot()!r}"
     assert "POST /suspend" in shown
     assert TOKEN not in shown
