@@ -19,7 +19,7 @@ from placement.core.settings import Settings, control_token_of_environment
 from placement.core.snapshot import SuspensionStatus, readable
 from placement.observe.control import TOKEN
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import Target, ask, check_worker, find_targets, views_of
+from placement.observe.discovery import Target, ask, find_targets, view_of, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -299,7 +299,7 @@ def run_control(arguments: argparse.Namespace) -> int:
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
         try:
-            check_worker(worker, timeout_seconds=seconds)  # before it is sent the token
+            view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
         except (PlacementError, ValueError) as error:

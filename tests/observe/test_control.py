@@ -295,6 +295,8 @@ def test_the_command_does_not_ask_another_worker(
     out = capsys.readouterr().out
     assert "is another worker now" in out
     assert "Remove the file" in out
+    assert main(["status", str(tmp_path)]) == 1
+    assert "is another worker now" in capsys.readouterr().out
     assert not stranger.manager.snapshot().suspended
     file.write_text(as_json([stranger.server.target]))  # type: ignore[list-item]
     assert main(["suspend", str(tmp_path)]) == 0
