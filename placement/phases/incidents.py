@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,7 +93,6 @@ class Incidents:
             "plan": plan or states,
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
-        trace = "".join(traceback.format_exception(error))
         writers: dict[str, Callable[[Path], object]] = {
             "incident.json": lambda file: file.write_bytes(to_json(incident)),
             "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
@@ -102,7 +100,6 @@ class Incidents:
             "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(states))),
             # after the audit, which has them measured
             "processes.json": lambda file: file.write_bytes(to_json(self._outside.processes)),
-            "traceback.txt": lambda file: file.write_text(trace),
             "torch_memory.pickle": _dump_torch_memory,
         }
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"

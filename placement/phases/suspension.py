@@ -210,31 +210,26 @@ class Suspension:
     # --- waiting
 
     def enter(self, enter: Callable[[], None]) -> None:
-        """Begin an outermost phase before which there is a suspension. `enter`: begins it, or
-        raises that there is another suspension."""
+        """Begin an outermost phase before which there is a suspension. Ctrl-C ends the wait.
+        `enter`: begins it, or raises that there is another suspension. Raises CoordinatorLost: the
+        ranks of the group cannot be heard."""
+        phases, vote = self._phases, self._lock.vote
+        group = None if vote is None else vote.group
         thread = threading.current_thread()
+        looked = time.monotonic()
         with interrupts.deferred():
             self._waiting.append(thread)
             try:
-                while True:
-                    self._wait()
-                    with suppress(Suspended):
-                        return enter()
+                for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
+                    self._lock.check_process()
+                    self.carry_out()
+                    now = time.monotonic()
+                    phases.suspended_seconds += now - looked
+                    looked = now
+                    if phases.is_suspended and group is not None and group.is_resumed(self.epoch):
+                        self.end()
+                    if not phases.is_suspended:
+                        with suppress(Suspended):
+                            return enter()
             finally:
                 self._waiting.remove(thread)
-
-    def _wait(self) -> None:
-        """Wait until an outermost phase may begin. Ctrl-C ends it. Raises CoordinatorLost: the
-        ranks of the group cannot be heard."""
-        self.carry_out()
-        vote, phases = self._lock.vote, self._phases
-        looked = time.monotonic()
-        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
-            now = time.monotonic()
-            phases.suspended_seconds += now - looked
-            looked = now
-            self._lock.check_process()
-            if phases.is_suspended and vote is not None and vote.group.is_resumed(self.epoch):
-                self.end()
-            if not phases.is_suspended:
-                return

@@ -32,7 +32,6 @@ FILES = {
     "journal.json",
     "audit.json",
     "processes.json",
-    "traceback.txt",
 }
 
 
