@@ -278,14 +278,14 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
-    text = "a file with the token (default: the variable PLACEMENT_CONTROL_TOKEN)"
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=run_control)
 
 
 def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
-    token = _token(arguments.token_file)
+    token = control_token_of_environment()
+    if token is None or not TOKEN.fullmatch(token):  # an error about the header would show it
+        raise PlacementError("set PLACEMENT_CONTROL_TOKEN to a token: visible ASCII, no blanks")
     is_suspend = arguments.command == "suspend"
     request: dict[str, Any] = {}
     seconds = _SPARE_SECONDS
@@ -317,19 +317,6 @@ def run_control(arguments: argparse.Namespace) -> int:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))
     return int(not all(is_done for is_done, _ in answers))
-
-
-def _token(path: Path | None) -> str:
-    try:
-        token = control_token_of_environment() if path is None else path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlacementError(f"cannot read the token in {path}: {error}") from error
-    if token is None or not TOKEN.fullmatch(token):  # an error about the header would show it
-        raise PlacementError(
-            "no token of visible ASCII characters without blanks: give --token-file, or set "
-            "PLACEMENT_CONTROL_TOKEN"
-        )
-    return token
 
 
 # --- placement trace
