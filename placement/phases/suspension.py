@@ -141,8 +141,9 @@ class Suspension:
         open: its end tries again. In a group: carry out what all ranks have agreed on."""
         vote = self._lock.vote
         if vote is not None:
-            agreed, vote.agreed = vote.agreed, None
-            self._suspend(agreed)
+            with interrupts.deferred():
+                agreed, vote.agreed = vote.agreed, None
+                self._suspend(agreed)
         elif self.asked:
             with self._lock.if_free() as is_free:
                 if is_free and self._lock.is_outside():
@@ -150,8 +151,8 @@ class Suspension:
 
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
-        """Tell the other ranks, in the first proposal inside, what is asked for here. Then
-        `vote.agreed` is what any rank is asked for."""
+        """Tell the other ranks, in the proposals inside, what is asked for here. Then `vote.agreed`
+        is what any rank is asked for."""
         vote.agreed, vote.group.suspension = None, self._take_up()
         try:
             yield
@@ -209,10 +210,10 @@ class Suspension:
 
     # --- waiting
 
-    def enter(self, enter: Callable[[], None]) -> None:
-        """Begin an outermost phase before which there is a suspension. Ctrl-C ends the wait.
-        `enter`: begins it, or raises that there is another suspension. Raises CoordinatorLost: the
-        ranks of the group cannot be heard."""
+    def enter(self, begin: Callable[[], None]) -> None:
+        """Enter an outermost phase before which there is a suspension. Ctrl-C ends the wait.
+        `begin`: begins the phase, or raises that there is another suspension. Raises
+        CoordinatorLost: the ranks of the group cannot be heard."""
         phases, vote = self._phases, self._lock.vote
         group = None if vote is None else vote.group
         thread = threading.current_thread()
@@ -230,6 +231,6 @@ class Suspension:
                         self.end()
                     if not phases.is_suspended:
                         with suppress(Suspended):
-                            return enter()
+                            return begin()
             finally:
                 self._waiting.remove(thread)
