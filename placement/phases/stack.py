@@ -158,9 +158,7 @@ class PhaseStack:
             if not phases.all:
                 self._planner.note_memory_of_others_in(IDLE)  # which ends here
             request = PhaseRequest(phase.name, phase.only, plan_of_others, phases.all, phases.kept)
-            vote = self.lock.vote
-            with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
-                self._change(phase, "enter", request)
+            self._change(phase, "enter", request)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         """End the innermost phase and begin another in its place: see `_change`. Raises PhaseError,
@@ -190,7 +188,9 @@ class PhaseStack:
                     self.reconciler.turn.take(request.name)
                     # the process that had the turn before may have given back memory
                     self.reconciler.measure(phases.name)
-                plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
+                vote = self.lock.vote
+                with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
+                    plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
