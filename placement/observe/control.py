@@ -41,8 +41,8 @@ class Control:
     def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
         """Carry out a client's request. Returns the status and the body of the answer, as JSON.
         `has_gone`: whether the client has closed its connection."""
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        header = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
             return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
         length = environ.get("CONTENT_LENGTH") or "0"
         if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
