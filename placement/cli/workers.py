@@ -231,23 +231,24 @@ def run_status(arguments: argparse.Namespace) -> int:
 def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
+    audit: dict[str, Any] = {"findings": []}
     try:
-        files = {}
-        for path in folder.glob("*.json"):
-            files[path.stem] = json.loads(path.read_text())
-        incident, snapshot = files["incident"], files["snapshot"]
-    except (OSError, ValueError, KeyError) as error:
+        incident = json.loads((folder / "incident.json").read_text())
+        snapshot = json.loads((folder / "snapshot.json").read_text())
+        if (folder / "audit.json").exists():  # not where the disk was full, or the device failed
+            audit = json.loads((folder / "audit.json").read_text())
+    except (OSError, ValueError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
     snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
     planned = ", ".join(f"{name} {state}" for name, state in incident["plan"]["targets"].items())
     lines = [
         incident["error"],
         f"\nphase {incident['phase']!r}, planned: {planned}\n",
-        _report([{"name": incident["time"], "labels": {}, "snapshot": snapshot}]),
+        _report([{"name": folder.name, "labels": {}, "snapshot": snapshot}]),
     ]
-    for pid, nbytes in files.get("processes", {}).items():
+    for pid, nbytes in incident["processes"].items():
         lines.append(f"process {pid}: {readable(nbytes or 0)}")
-    for finding in files.get("audit", {}).get("findings", ()):
+    for finding in audit["findings"]:
         lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
     return "\n".join(lines)
 

@@ -31,7 +31,6 @@ FILES = {
     "snapshot.json",
     "journal.json",
     "audit.json",
-    "processes.json",
 }
 
 
@@ -224,7 +223,7 @@ def test_what_cannot_be_written_hides_no_error(
         assert worker.actor.resident_bytes > 0
 
 
-def test_a_disk_that_is_full_in_the_middle_costs_one_file(
+def test_a_disk_that_is_full_in_the_middle_costs_the_rest(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = Path.write_bytes
@@ -237,11 +236,12 @@ def test_a_disk_that_is_full_in_the_middle_costs_one_file(
 
     monkeypatch.setattr(Path, "write_bytes", until_full)
     worker = Worker(budget_bytes=80 << 10, incidents=place)
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(DeviceMemoryError) as caught:
         worker.manager.phase("train").__enter__()
     monkeypatch.undo()
     (folder,) = place.iterdir()
-    assert {file.name for file in folder.iterdir()} == FILES - {"journal.json"}
+    assert str(folder) in caught.value.__notes__[-1]
+    assert {file.name for file in folder.iterdir()} == FILES - {"audit.json"}
     assert "DeviceMemoryError" in read(folder, capsys)
 
 
