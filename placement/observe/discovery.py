@@ -217,10 +217,10 @@ def view_of(target: Target, timeout_seconds: float = ASK_SECONDS) -> dict[str, A
     expected = dict(target.labels)
     try:
         (view,) = json.loads(answer)
-        labels = dict(view["labels"])
+        labels = {**expected, **view["labels"]}
     except (ValueError, TypeError, KeyError) as error:
         raise PlacementError(f"{target.url} is no placement worker: {error!r}") from error
-    if not expected.items() <= labels.items():
+    if labels != {**labels, **expected}:
         raise PlacementError(
             f"{target.url} is another worker now: {labels}, not {expected}. Remove the file of the "
             "worker that has ended from the discovery folder"
