@@ -79,13 +79,13 @@ class Suspension:
                     self._lock.check_process()
                     if self._lock.vote is None:
                         self.carry_out()
-                    is_over = time.monotonic() >= until or has_gone()
-                    if answer.done() or (is_over and self._takes_back(answer)):
+                    if answer.done():
                         break
+                    is_over = time.monotonic() >= until or has_gone()
+                    if is_over and self._takes_back(answer):
+                        raise self._refused(f"not possible within {request.deadline_seconds:g} s")
             finally:
                 self._takes_back(answer)
-        if not answer.done():
-            raise self._refused(f"not possible within {request.deadline_seconds:g} s")
         answer.result()
         return self.status()
 
