@@ -19,7 +19,7 @@ from placement.core.settings import Settings, control_token_of_environment
 from placement.core.snapshot import SuspensionStatus, readable
 from placement.observe.control import TOKEN
 from placement.observe.dashboards import DISCOVERY, export
-from placement.observe.discovery import Target, ask, check_worker, find_targets, views_of
+from placement.observe.discovery import Target, ask, find_targets, view_of, views_of
 from placement.observe.trace import Event, encoded, replacing
 
 View = dict[str, Any]
@@ -231,23 +231,24 @@ def run_status(arguments: argparse.Namespace) -> int:
 def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
+    audit: dict[str, Any] = {"findings": []}
     try:
-        files = {}
-        for path in folder.glob("*.json"):
-            files[path.stem] = json.loads(path.read_text())
-        incident, snapshot = files["incident"], files["snapshot"]
-    except (OSError, ValueError, KeyError) as error:
+        incident = json.loads((folder / "incident.json").read_text())
+        snapshot = json.loads((folder / "snapshot.json").read_text())
+        if (folder / "audit.json").exists():  # not where the disk was full, or the device failed
+            audit = json.loads((folder / "audit.json").read_text())
+    except (OSError, ValueError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
     snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
     planned = ", ".join(f"{name} {state}" for name, state in incident["plan"]["targets"].items())
     lines = [
         incident["error"],
         f"\nphase {incident['phase']!r}, planned: {planned}\n",
-        _report([{"name": incident["time"], "labels": {}, "snapshot": snapshot}]),
+        _report([{"name": folder.name, "labels": {}, "snapshot": snapshot}]),
     ]
-    for process in incident["processes"]:
-        lines.append(f"process {process['pid']}: {readable(process['bytes'] or 0)}")
-    for finding in files.get("audit", {}).get("findings", ()):
+    for pid, nbytes in incident["processes"].items():
+        lines.append(f"process {pid}: {readable(nbytes or 0)}")
+    for finding in audit["findings"]:
         lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
     return "\n".join(lines)
 
@@ -278,14 +279,14 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
-    text = "a file with the token (default: the variable PLACEMENT_CONTROL_TOKEN)"
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
     parser.set_defaults(run=run_control)
 
 
 def run_control(arguments: argparse.Namespace) -> int:
     """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
-    token = _token(arguments.token_file)
+    token = control_token_of_environment()
+    if token is None or not TOKEN.fullmatch(token):  # an error about the header would show it
+        raise PlacementError("set PLACEMENT_CONTROL_TOKEN to a token: visible ASCII, no blanks")
     is_suspend = arguments.command == "suspend"
     request: dict[str, Any] = {}
     seconds = _SPARE_SECONDS
@@ -299,7 +300,7 @@ def run_control(arguments: argparse.Namespace) -> int:
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
         try:
-            check_worker(worker, timeout_seconds=seconds)  # before it is sent the token
+            view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
         except (PlacementError, ValueError) as error:
@@ -317,19 +318,6 @@ def run_control(arguments: argparse.Namespace) -> int:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))
     return int(not all(is_done for is_done, _ in answers))
-
-
-def _token(path: Path | None) -> str:
-    try:
-        token = control_token_of_environment() if path is None else path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlacementError(f"cannot read the token in {path}: {error}") from error
-    if token is None or not TOKEN.fullmatch(token):  # an error about the header would show it
-        raise PlacementError(
-            "no token of visible ASCII characters without blanks: give --token-file, or set "
-            "PLACEMENT_CONTROL_TOKEN"
-        )
-    return token
 
 
 # --- placement trace

@@ -131,7 +131,7 @@ class Journal:
         # since `observe.figures` was asked
         self.peak_bytes: dict[str, int] = {}
         self.recent_peak_bytes: dict[str, int] = {}
-        self.gone = HandleCounters()  # of the handles that are no longer registered, together
+        self.gone: Counter[str] = Counter()  # the sums of handles that are no longer registered
         self.decisions: Counter[str] = Counter()
         # the number of loads and offloads since the start. Two equal values mean that nothing moved
         # in between.
@@ -183,11 +183,9 @@ class Journal:
 
     def forget(self, counters: HandleCounters) -> None:
         """Keep the counts of a handle that is unregistered."""
-        self.gone.loaded_bytes += counters.loaded_bytes
-        self.gone.offloaded_bytes += counters.offloaded_bytes
-        self.gone.skipped_bytes += counters.skipped_bytes
-        self.gone.prefetch_used_bytes += counters.prefetch_used_bytes
-        self.gone.failures += counters.failures
+        for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes"):
+            self.gone[name] += getattr(counters, name)
+        self.gone["failures"] += counters.failures.total()
 
     def failed(
         self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException

@@ -8,7 +8,6 @@ Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -177,11 +176,6 @@ class SuspensionRequest(Frozen):
     resume_after_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     epoch: int | None = Field(default=None, ge=1, lt=1 << 63)
     drop: tuple[str, ...] = ()
-
-    @staticmethod
-    def newest(requests: Iterable[SuspensionRequest]) -> SuspensionRequest | None:
-        """The request with the greatest epoch."""
-        return max(requests, key=lambda request: request.epoch or 0, default=None)
 
 
 class SuspensionStatus(Frozen):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -218,6 +218,11 @@ class Outside:
         if self._others is None or self._own_bytes is None:
             return None
         return self._others.nbytes
+
+    @property
+    def processes(self) -> Mapping[int, int | None]:
+        """Device bytes of all processes by their ids, as last measured; empty while unknown."""
+        return {} if self._others is None else self._others.processes
 
     @property
     def own_bytes(self) -> int | None:

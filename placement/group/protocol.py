@@ -144,7 +144,6 @@ class Proposal(Message):
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base
     their plans."""
     suspension: SuspensionRequest | None = None
-    last_suspension: int = 0  # the epoch of the last one that the rank knows
 
 
 class Basis(Message):
@@ -157,7 +156,6 @@ class Basis(Message):
     is_over: bool = False  # whether the epoch has ended before: then see its decision
     suspension: SuspensionRequest | None = None
     """The suspension that a rank is asked for, and all carry out next; of several the newest."""
-    last_suspension: int = 0  # the last one that any rank knows
 
 
 class Vote(Message):
@@ -273,7 +271,6 @@ class Group:
         self.compares_plans = False
         # the suspension that this rank is asked for, of which the next proposal tells the others
         self.suspension: SuspensionRequest | None = None
-        self.last_suspension = 0  # the epoch of the last one, before a proposal and after it
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -316,7 +313,6 @@ class Group:
                 plans_may_differ=self.plans_may_differ,
                 whereabouts=self.whereabouts,
                 suspension=self.suspension,
-                last_suspension=self.last_suspension,
             )
             while True:
                 deadline = time.monotonic() + self.deadline_seconds
@@ -331,7 +327,6 @@ class Group:
                 else:
                     self._forget_earlier()
                     self.compares_plans = answer.compares_plans
-                    self.last_suspension = answer.last_suspension
                     return answer
                 if not (catches_up and decision.is_late and self.rank in decision.failures):
                     raise self._end(decision)
@@ -424,19 +419,15 @@ class Group:
         """Tell all ranks that a suspension is over. Raises CoordinatorLost: the board does not
         answer."""
         key = f"{self._prefix}/resumed/{suspension}"
-        try:
+        with self._reaching_the_board("resume"):
             self._board.claim(key, b"-")
-        except BoardLost as error:
-            raise CoordinatorLost(f"the other ranks cannot resume: {error}") from error
         self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
 
     def is_resumed(self, suspension: int) -> bool:
         """Whether a rank has noted that a suspension is over. Does not wait. Raises
         CoordinatorLost: the board does not answer."""
-        try:
+        with self._reaching_the_board("wait for resume"):
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
-        except BoardLost as error:
-            raise CoordinatorLost(f"suspended, and no rank can resume: {error}") from error
 
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""
@@ -449,13 +440,7 @@ class Group:
             self._claim(abort({0: actions[0], **different}))
             return
         poorest = min(range(self.world_size), key=lambda rank: proposals[rank].budget_bytes)
-        last = max(proposal.last_suspension for proposal in proposals)
-        requests = []
-        for proposal in proposals:
-            request = proposal.suspension
-            # a rank that was restarted may ask for an old epoch
-            if request is not None and (request.epoch or math.inf) > last:
-                requests.append(request)
+        suspensions = [own.suspension for own in proposals if own.suspension is not None]
         basis = Basis(
             budget_bytes=proposals[poorest].budget_bytes,
             budget_rank=poorest,
@@ -463,8 +448,7 @@ class Group:
                 len({proposal.whereabouts for proposal in proposals}) > 1
                 or any(proposal.plans_may_differ for proposal in proposals)
             ),
-            suspension=SuspensionRequest.newest(requests),
-            last_suspension=last,
+            suspension=max(suspensions, key=lambda asked: asked.epoch or 0, default=None),
         )
         self._board.claim(self._key("basis"), basis.encode())
 

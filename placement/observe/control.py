@@ -41,14 +41,13 @@ class Control:
     def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
         """Carry out a client's request. Returns the status and the body of the answer, as JSON.
         `has_gone`: whether the client has closed its connection."""
-        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        is_right = hmac.compare_digest(token.encode("latin-1"), self.token.encode())
-        if not is_right or scheme.lower() != "bearer":
+        header = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
             return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
         length = environ.get("CONTENT_LENGTH") or "0"
         if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
             return _refused(HTTPStatus.BAD_REQUEST, "the body needs a Content-Length")
-        if len(length) > 9 or int(length) > _MOST_BYTES:
+        if int(length) > _MOST_BYTES:
             reason = f"the body has more than {_MOST_BYTES} bytes"
             return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
         body = environ["wsgi.input"].read(int(length))

@@ -209,9 +209,10 @@ def ask(
         ) from error
 
 
-def check_worker(target: Target, *, timeout_seconds: float) -> None:
-    """Raise PlacementError if another process answers than the one that a discovery file names: the
-    file of a killed worker stays, and its port may be taken again."""
+def view_of(target: Target, timeout_seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    """The view of one worker (see `worker_view`), under the name and the labels of its target.
+    Raises PlacementError: it does not answer, or another process does than the one that a discovery
+    file names. The file of a killed worker stays, and its port may be taken again."""
     answer = ask(f"{target.url}/workers", timeout_seconds=timeout_seconds)
     expected = dict(target.labels)
     try:
@@ -224,6 +225,7 @@ def check_worker(target: Target, *, timeout_seconds: float) -> None:
             f"{target.url} is another worker now: {labels}, not {expected}. Remove the file of the "
             "worker that has ended from the discovery folder"
         )
+    return {**view, "name": target.name, "labels": expected}
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
@@ -245,18 +247,14 @@ def find_targets(places: Iterable[str]) -> list[Target]:
 
 
 def views_of(places: Iterable[str]) -> list[dict[str, Any]]:
-    """The view of every worker at these places (see `worker_view`). A worker that does not answer
-    has an `error` in its place."""
+    """The view of every worker at these places. A worker that does not answer has an `error` in its
+    place."""
 
-    def views_of_target(target: Target) -> list[dict[str, Any]]:
-        identity = {"name": target.name, "labels": dict(target.labels)}
+    def view_or_error(target: Target) -> dict[str, Any]:
         try:
-            return [view | identity for view in json.loads(ask(f"{target.url}/workers"))]
-        except (PlacementError, ValueError, TypeError) as error:
-            return [identity | {"error": str(error)}]
+            return view_of(target)
+        except PlacementError as error:
+            return {"name": target.name, "labels": dict(target.labels), "error": str(error)}
 
-    views = []
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for views_there in pool.map(views_of_target, find_targets(places)):
-            views += views_there
-    return views
+        return list(pool.map(view_or_error, find_targets(places)))

@@ -15,10 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from placement.core.interrupts import BoundedCalls
-
 ASK_SECONDS = 5.0
-_LIST_SECONDS = 2.0  # a driver that hangs does not hold a worker that has an error to tell
 
 
 class OtherProcesses:
@@ -31,6 +28,7 @@ class OtherProcesses:
 
     def __init__(self, uuid: str) -> None:
         self.nbytes: int | None = None  # the last measurement; None while unknown
+        self.processes: dict[int, int | None] = {}  # the bytes of all that were listed, by id
         self._then: Callable[[int | None], None] | None = None
         self._wake = threading.Event()
         nvml = _library() if uuid else None
@@ -55,7 +53,7 @@ class OtherProcesses:
         then = self._then
         self._then = None
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        sizes = {process.pid: process.usedGpuMemory for process in processes}
+        self.processes = sizes = {process.pid: process.usedGpuMemory for process in processes}
         nbytes = None
         if None not in sizes.values() and os.getpid() in sizes:
             nbytes = sum(sizes.values()) - sizes[os.getpid()]
@@ -85,6 +83,7 @@ def _watch(
         measured = alive()
         if measured is not None:
             measured.nbytes = None
+            measured.processes = {}
     finally:
         nvml.nvmlShutdown()
 
@@ -94,22 +93,3 @@ def _library() -> Any:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
-
-
-def processes_on(uuid: str) -> list[dict[str, Any]]:
-    """The `pid` and the `bytes` of each process on a GPU; empty where NVML does not answer."""
-    nvml = _library() if uuid else None
-    if nvml is None:
-        return []
-
-    def look() -> list[dict[str, Any]]:
-        nvml.nvmlInit()
-        device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        nvml.nvmlShutdown()
-        return [{"pid": process.pid, "bytes": process.usedGpuMemory} for process in processes]
-
-    try:
-        return BoundedCalls("placement-nvml", _LIST_SECONDS)(look)
-    except (TimeoutError, nvml.NVMLError):
-        return []

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -66,9 +66,8 @@ class Response:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-def refusal(status: HTTPStatus) -> Response:
-    headers = (("Allow", "GET, HEAD"),) if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
-    return Response(status, f"{status.phrase}\n".encode(), headers=headers)
+def refusal(status: HTTPStatus, **headers: str) -> Response:
+    return Response(status, f"{status.phrase}\n".encode(), headers=tuple(headers.items()))
 
 
 Page = Callable[["WSGIEnvironment"], Response]
@@ -185,9 +184,8 @@ class MetricsServer(ThreadingWSGIServer):
             "/trace": self._trace,
             "/workers": self._workers,
         }
-        self._posts: dict[str, Page] = {}
         if control is not None:
-            self._posts = dict.fromkeys(PATHS, partial(self._do, control))
+            self._pages |= dict.fromkeys(PATHS, partial(self._do, control))
         self._is_closed = False
         # the time at which each open connection began, oldest first
         self._clients: dict[socket.socket, float] = {}
@@ -254,12 +252,11 @@ class MetricsServer(ThreadingWSGIServer):
         self, environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
-        if method in ("GET", "HEAD"):
-            response = self._answer({**environ, "REQUEST_METHOD": "GET"}, self._pages)
-        elif method == "POST" and environ["PATH_INFO"] in PATHS:
-            response = self._answer(environ, self._posts)
+        methods = ("POST",) if environ["PATH_INFO"] in PATHS else ("GET", "HEAD")
+        if method in methods:
+            response = self._answer({**environ, "REQUEST_METHOD": "GET"})
         else:
-            response = refusal(HTTPStatus.METHOD_NOT_ALLOWED)
+            response = refusal(HTTPStatus.METHOD_NOT_ALLOWED, Allow=", ".join(methods))
         headers = [
             ("Content-Type", response.content_type),
             ("Cache-Control", "no-store"),
@@ -272,8 +269,8 @@ class MetricsServer(ThreadingWSGIServer):
             return []
         return [response.body] if isinstance(response.body, bytes) else response.body
 
-    def _answer(self, environ: WSGIEnvironment, pages: Mapping[str, Page]) -> Response:
-        page = pages.get(environ["PATH_INFO"])
+    def _answer(self, environ: WSGIEnvironment) -> Response:
+        page = self._pages.get(environ["PATH_INFO"])
         if page is None:
             return refusal(HTTPStatus.NOT_FOUND)
         try:

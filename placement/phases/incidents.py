@@ -9,10 +9,8 @@ import os
 import shutil
 import socket
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import Plan
-from placement.observe.nvml import processes_on
+from placement.devices.memory import Outside
 
 # torch's is one of the user's own computing
 _OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
@@ -48,7 +46,7 @@ class Incidents:
     _take_snapshot: Callable[[], Snapshot]
     _take_audit: Callable[[Plan], Audit]
     _journal: Journal
-    _gpu: str  # its UUID
+    _outside: Outside
     _folders: deque[Path] = field(default_factory=deque)
     _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
@@ -74,54 +72,45 @@ class Incidents:
                 notes.append(note)
                 return
         try:
-            folder = self._write(Path(directory), error, plan)
-            if folder is not None:
+            snapshot = self._take_snapshot()
+            if self._is_incident(error, snapshot):
+                folder = self._new_folder(Path(directory))
                 raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
-        except Exception as failure:  # also of an exception that refuses notes
-            logger.warning("an incident cannot be written, or not be named: %s", failure)
+                self._fill(folder, error, plan, snapshot)
+        except Exception as failure:  # of the disk, of the device, of an error that takes no note
+            logger.warning("an incident is not complete: %s", failure)
 
-    def _write(self, directory: Path, error: BaseException, plan: Plan | None) -> Path | None:
-        snapshot = self._take_snapshot()
+    def _is_incident(self, error: BaseException, snapshot: Snapshot) -> bool:
+        """Whether an error is one of memory or bytes, or a handle has broken since the last one."""
         before = self._broken
         self._broken = {handle.name for handle in snapshot.handles if handle.broken}
-        if not isinstance(error, _KINDS) and self._broken <= before:
-            return None
-        states = Plan({handle.name: handle.state for handle in snapshot.handles})
+        return isinstance(error, _KINDS) or not self._broken <= before
+
+    def _new_folder(self, directory: Path) -> Path:
         when = time.strftime("%Y%m%d-%H%M%S")
-        incident = {
-            "time": when,
-            "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
-            "phase": self._journal.phase,
-            "plan": plan or states,
-            "processes": processes_on(self._gpu),
-        }
-        journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
-        trace = "".join(traceback.format_exception(error))
-        writers: dict[str, Callable[[Path], object]] = {
-            "incident.json": lambda file: file.write_bytes(to_json(incident)),
-            "snapshot.json": lambda file: file.write_bytes(to_json(snapshot)),
-            "journal.json": lambda file: file.write_bytes(to_json(journal)),
-            "audit.json": lambda file: file.write_bytes(to_json(self._take_audit(states))),
-            "traceback.txt": lambda file: file.write_text(trace, errors="backslashreplace"),
-            "torch_memory.pickle": _dump_torch_memory,
-        }
         folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
         folder.mkdir(parents=True)
         self._folders.append(folder)
         if len(self._folders) > self._settings.incidents_kept:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
-        for name, write in writers.items():
-            try:
-                write(folder / name)
-            except Exception as failure:
-                with suppress(OSError):  # a full disk has taken a part of it
-                    (folder / name).unlink()
-                logger.warning("%s of the incident %s is missing: %s", name, folder, failure)
         return folder
 
-
-def _dump_torch_memory(file: Path) -> None:
-    """torch's record of its allocations, where the user has switched that on
-    (`torch.cuda.memory._record_memory_history`)."""
-    if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
-        torch.cuda.memory._dump_snapshot(str(file))
+    def _fill(
+        self, folder: Path, error: BaseException, plan: Plan | None, snapshot: Snapshot
+    ) -> None:
+        """Write the files. The audit is last, because a device that has failed ends it."""
+        states = Plan({handle.name: handle.state for handle in snapshot.handles})
+        incident = {
+            "error": f"{type(error).__name__}: {error}",
+            "phase": self._journal.phase,
+            "plan": plan or states,
+            "processes": self._outside.processes,
+        }
+        journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
+        (folder / "incident.json").write_bytes(to_json(incident))
+        (folder / "snapshot.json").write_bytes(to_json(snapshot))
+        (folder / "journal.json").write_bytes(to_json(journal))
+        # torch records it where the user has switched that on (`_record_memory_history`)
+        if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
+        (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))

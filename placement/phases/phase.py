@@ -27,7 +27,7 @@ from placement.core.interrupts import deferred, is_background
 from placement.core.modes import without_modes
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
-from placement.group.vote import GroupVote, Suspended
+from placement.group.vote import GroupVote
 from placement.planning.planner import Planner, meant, with_kept
 from placement.registration.handle import Handle
 
@@ -395,21 +395,11 @@ class TransitionLock:
             raise PlacementError("this manager is closed")
 
 
-class Suspending(Protocol):
-    """The `Suspension`, whose module is above this one."""
-
-    def enter(self, enters: Callable[[], bool]) -> None: ...
-    def carry_out(self) -> None: ...
-
-
 class Transitions(Protocol):
     """The `PhaseStack`, whose module is above this one."""
 
     phases: OpenPhases
     lock: TransitionLock
-
-    @property
-    def suspension(self) -> Suspending: ...
 
     def enter(self, phase: OpenPhase) -> None: ...
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None: ...
@@ -559,27 +549,18 @@ class PhaseContext(Phase):
                 raise
 
     def __enter__(self) -> Phase:
+        if self._was_entered:
+            with self._stack.lock.attempt(begins_phase=True):  # so that the other ranks hear of it
+                raise PhaseError(
+                    f"phase {self.name!r} was entered before; call manager.phase() again"
+                )
+        self._was_entered = True
         try:
-            if not self._enters():
-                self._stack.suspension.enter(self._enters)
+            self._stack.enter(self.phase)
         except (KeyboardInterrupt, SystemExit):  # an interrupt may come after the phase was entered
             self.abandon()
             raise
         return Phase(self._stack, self.phase)
-
-    def _enters(self) -> bool:
-        """Enter the phase, unless a suspension comes first."""
-        try:
-            with self._stack.lock.attempt(begins_phase=True):
-                if self._was_entered:
-                    raise PhaseError(
-                        f"phase {self.name!r} was entered before; call manager.phase() again"
-                    )
-                self._was_entered = True
-                self._stack.enter(self.phase)
-        except Suspended:
-            self._was_entered = False
-        return self._was_entered
 
     def __exit__(
         self,
@@ -588,8 +569,7 @@ class PhaseContext(Phase):
         trace: TracebackType | None,
     ) -> None:
         """Leave the phase. It is over afterwards, whatever is raised. Errors of leaving are raised;
-        if the `with` statement ends with an error of its own, they become notes of that one. A
-        suspension that was asked for follows."""
+        if the `with` statement ends with an error of its own, they become notes of that one."""
         if self._is_finalizing():
             return
         if is_background():
@@ -603,13 +583,7 @@ class PhaseContext(Phase):
             and self.phase not in self._stack.phases.all
         ):
             return  # an error that passed through an enclosing phase has left this one with it
-        try:
-            with self._stack.lock.attempt(raises_own_error=True, error=error):
-                self._stack.leave(self.phase, error)
-        finally:
-            if not self._stack.phases.all:
-                with deferred():
-                    self._stack.suspension.carry_out()
+        self._stack.leave(self.phase, error)
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised (in `__del__`): now, or in

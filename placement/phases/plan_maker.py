@@ -3,7 +3,6 @@ moves."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,8 +31,6 @@ class PhaseRequest(NamedTuple):
     plan_of_others: Plan | None
     around: tuple[OpenPhase, ...]  # the enclosing phases, outermost first
     kept: frozenset[str]  # names of handles to keep, if the phase's plan takes them over
-    # inside, the proposal to the other ranks tells them of suspensions that this rank was asked for
-    telling: AbstractContextManager[None] = nullcontext()
 
 
 class PlanMaker:
@@ -131,15 +128,14 @@ class GroupPlanMaker(PlanMaker):
         action = f"{verb} {request.name}"
         if request.only is not None:
             action += f" only={','.join(sorted(request.only))}"
-        with request.telling:
-            self._planner.least = basis = self.vote.propose(
-                action,
-                lambda: self._planner.budget_bytes(request.name),
-                self._planner.whereabouts,
-            )
-            self._planner.least_bytes[request.name] = basis.budget_bytes
-            if basis.suspension is not None:
-                self.vote.suspend_first(basis.suspension)
+        self._planner.least = basis = self.vote.propose(
+            action,
+            lambda: self._planner.budget_bytes(request.name),
+            self._planner.whereabouts,
+        )
+        self._planner.least_bytes[request.name] = basis.budget_bytes
+        if basis.suspension is not None:
+            self.vote.suspend_first(basis.suspension)
         return super().make(verb, request)
 
     def agreed(self, request: PhaseRequest, plan: Plan) -> Plan:

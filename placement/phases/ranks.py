@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 from placement.group.vote import Agree, GroupVote
 from placement.phases.transition import Participant, Transition
 
-_NOTHING = nullcontext()
 # what ranks propose to one another as the next stage, once engines have left
 _AFTER_ENGINES = "move what is left"
 
@@ -49,23 +47,14 @@ class Ranks(Participant):
 class LeavingRanks(Participant):
     """Tells the group that this rank has left a phase, or the device, with the errors of that. What
     was offloaded stays so, whatever the other ranks say. `action`: the same text on all ranks.
-    `error`: the user's exception that propagates.
-    `telling`: tells them of suspensions meanwhile."""
+    `error`: the user's exception that propagates."""
 
-    def __init__(
-        self,
-        vote: GroupVote,
-        action: str,
-        error: BaseException | None = None,
-        telling: AbstractContextManager[None] = _NOTHING,
-    ) -> None:
+    def __init__(self, vote: GroupVote, action: str, error: BaseException | None = None) -> None:
         self._vote = vote
         self._action = action
         self._error = error
-        self._telling = telling
 
     def finish(self, transition: Transition) -> None:
-        with self._telling:
-            transition.errors = self._vote.left(
-                self._action, transition.plan, transition.errors, self._error
-            )
+        transition.errors = self._vote.left(
+            self._action, transition.plan, transition.errors, self._error
+        )

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,9 +84,10 @@ class PhaseStack:
         parts = self._handles, self.phases, self.reconciler
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
-        self.incidents = Incidents(
-            settings, self.take_snapshot, self.take_audit, journal, device.uuid
-        )
+        outside = self.reconciler.outside
+        if settings.incidents is not None:
+            outside.watch(device.uuid)
+        self.incidents = Incidents(settings, self.take_snapshot, self.take_audit, journal, outside)
         self.lock = TransitionLock(
             device,
             vote,
@@ -96,7 +97,7 @@ class PhaseStack:
             lambda: all(phase.is_abandoned for phase in self.phases.all),
         )
         self.suspension = Suspension(
-            self.lock, self.phases, self._handles, self.take_snapshot, self._suspend
+            self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
         )
 
     @contextmanager
@@ -138,9 +139,15 @@ class PhaseStack:
     # --- entering and switching
 
     def enter(self, phase: OpenPhase) -> None:
-        """Open a phase: see `_change`. Raises Suspended: an outermost phase has to wait first. The
-        caller waits, and calls again."""
-        with self.lock.transition():
+        """Open a phase: see `_change`. An outermost one waits for the end of a suspension."""
+        try:
+            self._enter(phase)
+        except Suspended:
+            self.suspension.enter(partial(self._enter, phase))
+
+    def _enter(self, phase: OpenPhase) -> None:
+        """Open a phase. Raises Suspended: an outermost one has to wait first."""
+        with self.lock.attempt(begins_phase=True), self.lock.transition():
             phases = self.phases
             phases.check_holder(phase.name)
             if not phases.all and phases.is_suspended:
@@ -148,15 +155,9 @@ class PhaseStack:
             # others may have freed or taken memory since the last phase transition
             self.reconciler.measure(phases.name)
             plan_of_others = None if phase.only is None else phases.plan_of(phases.all)
-            vote = self.lock.vote
-            telling: AbstractContextManager[None] = _NOTHING
             if not phases.all:
                 self._planner.note_memory_of_others_in(IDLE)  # which ends here
-                if vote is not None:
-                    telling = self.suspension.telling(vote)
-            request = PhaseRequest(
-                phase.name, phase.only, plan_of_others, phases.all, phases.kept, telling
-            )
+            request = PhaseRequest(phase.name, phase.only, plan_of_others, phases.all, phases.kept)
             self._change(phase, "enter", request)
 
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
@@ -187,7 +188,9 @@ class PhaseStack:
                     self.reconciler.turn.take(request.name)
                     # the process that had the turn before may have given back memory
                     self.reconciler.measure(phases.name)
-                plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
+                vote = self.lock.vote
+                with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
+                    plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
             except BaseException as error:
@@ -218,6 +221,15 @@ class PhaseStack:
     # --- leaving
 
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
+        """Leave a phase: see `_leave`. A suspension that was asked for follows the outermost."""
+        try:
+            with self.lock.attempt(raises_own_error=True, error=error):
+                self._leave(phase, error)
+        finally:
+            if not self.phases.all:
+                self.suspension.carry_out()
+
+    def _leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         """Leave a phase, and bring every handle where the phases that stay open want it, as far as
         possible. The phase is over even after an error, other than a PhaseError that it may not be
         left. `error`: the user's exception that ends the phase, which gets the errors of leaving as
@@ -236,9 +248,9 @@ class PhaseStack:
             around = phases.without(phase)
             leaving = None
             if (vote := self.lock.vote) is not None:
-                telling = _NOTHING if around else self.suspension.telling(vote)
-                leaving = LeavingRanks(vote, f"leave {phase.name}", error, telling)
-            with self._leaving_to(around) as left_to:
+                leaving = LeavingRanks(vote, f"leave {phase.name}", error)
+            telling = _NOTHING if around or vote is None else self.suspension.telling(vote)
+            with telling, self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
                     self._end_keeps()
@@ -288,14 +300,14 @@ class PhaseStack:
 
     # --- suspending
 
-    def _suspend(self, request: SuspensionRequest) -> None:
+    def _leave_the_device(self, request: SuspensionRequest) -> None:
         """Take every handle off the device, on all ranks or on none. Raises what failed."""
-        self._leave_the_device("suspend")
+        self._offload_all("suspend")
         if request.drop:
             # Not before every rank has left: an engine comes back, and may be on their devices too.
-            self._leave_the_device(f"drop {', '.join(request.drop)}", request.drop)
+            self._offload_all(f"drop {', '.join(request.drop)}", request.drop)
 
-    def _leave_the_device(self, action: str, drop: Sequence[str] = ()) -> None:
+    def _offload_all(self, action: str, drop: Sequence[str] = ()) -> None:
         """Have engines drop their weights, and take every handle off the device, outside every
         phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
         raises those."""

@@ -14,41 +14,41 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
-from placement.group.vote import GroupVote
+from placement.group.vote import GroupVote, Suspended
 from placement.phases.engines import droppable
 from placement.phases.phase import OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
 # pause between two looks of a thread that waits: the first pause, and the longest
 _PAUSE_SECONDS = (0.001, 0.05)
-_Requests = dict[Future[None], SuspensionRequest]  # by the answers for the threads that ask
 
 
 @dataclass(eq=False)
 class Suspension:
     """The suspension of one manager, and the threads that ask for it. Any thread may call it.
 
-    `read`: takes a snapshot. `carry_out`: takes every handle off the device, on all ranks or on
-    none, or raises.
+    `read`: takes a snapshot. `leave_the_device`: takes every handle off the device, on all ranks or
+    on none, or raises.
     """
 
     _lock: TransitionLock
     _phases: OpenPhases
     _handles: Mapping[str, Handle]
     _read: Callable[[], Snapshot]
-    _carry_out: Callable[[SuspensionRequest], None]
+    _leave_the_device: Callable[[SuspensionRequest], None]
     epoch: int = 0  # the number of the last suspension; 0: there was none
     _dropped: tuple[str, ...] = ()  # the engines that it has dropped
     _mutex: threading.RLock = field(default_factory=threading.RLock)
-    _asked: _Requests = field(default_factory=dict)
-    _taken_up: _Requests = field(default_factory=dict)  # those that cannot be taken back any more
+    asked: dict[Future[None], SuspensionRequest] = field(default_factory=dict)
+    """The requests of threads, by the futures of their answers. One that runs is taken up, and
+    cannot be taken back any more."""
     _waiting: list[threading.Thread] = field(default_factory=list)  # those whose phases wait
 
     # --- asking
@@ -69,47 +69,40 @@ class Suspension:
                         "Leave it first, or ask in another thread"
                     )
             try:
-                self._ask(request, answer)
+                with self._mutex:
+                    self.asked[answer] = request
+                    if self._phases.is_suspended:
+                        self._answer()
+                    elif (request.epoch or math.inf) <= self.epoch:
+                        raise self._refused(self._other_epoch(request))
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
                     self._lock.check_process()
                     if self._lock.vote is None:
                         self.carry_out()
-                    is_over = time.monotonic() >= until or has_gone()
-                    if answer.done() or (is_over and self._takes_back(answer)):
+                    if answer.done():
                         break
+                    is_over = time.monotonic() >= until or has_gone()
+                    if is_over and self._takes_back(answer):
+                        raise self._refused(f"not possible within {request.deadline_seconds:g} s")
             finally:
                 self._takes_back(answer)
-        if not answer.done():
-            raise self._refused(f"not possible within {request.deadline_seconds:g} s")
         answer.result()
         return self.status()
 
-    def _ask(self, request: SuspensionRequest, answer: Future[None]) -> None:
-        """Have a thread's request carried out, unless the suspension is on already."""
-        with self._mutex:
-            if self._phases.is_suspended and self._is_last(request):
-                answer.set_result(None)
-            elif self._phases.is_suspended or (request.epoch or math.inf) <= self.epoch:
-                raise self._refused(self._other_epoch(request))
-            else:
-                self._asked[answer] = request
-
     def _takes_back(self, answer: Future[None]) -> bool:
-        """Forget what a thread asks for, unless it is answered or taken up."""
+        """Forget what a thread asks for, unless it is taken up."""
         with self._mutex:
-            return self._asked.pop(answer, None) is not None
+            return not answer.running() and self.asked.pop(answer, None) is not None
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
         self._lock.check_process()
-        last = self.epoch
-        if epoch not in (None, last):
-            raise PhaseError(f"resume: epoch {epoch} is not the last one, {last}")
-        if self._phases.is_suspended and self._lock.vote is not None:
-            self._lock.vote.group.note_resumed(last)
         with self._mutex:
-            if self.epoch == last:  # another one may have begun meanwhile
-                self.end()
+            if epoch not in (None, self.epoch):
+                raise PhaseError(f"resume: epoch {epoch} is not the last one, {self.epoch}")
+            if self._phases.is_suspended and self._lock.vote is not None:
+                self._lock.vote.group.note_resumed(self.epoch)
+            self.end()
         return self.status()
 
     def end(self) -> None:
@@ -132,8 +125,7 @@ class Suspension:
 
     def _is_last(self, request: SuspensionRequest) -> bool:
         """Whether the last suspension is what is asked for."""
-        not_dropped = {*request.drop} - {*self._dropped}
-        return request.epoch in (None, self.epoch) and not not_dropped
+        return request.epoch in (None, self.epoch) and {*request.drop} <= {*self._dropped}
 
     def _other_epoch(self, request: SuspensionRequest) -> str:
         is_on = "suspended now" if self._phases.is_suspended else "over"
@@ -149,99 +141,96 @@ class Suspension:
         open: its end tries again. In a group: carry out what all ranks have agreed on."""
         vote = self._lock.vote
         if vote is not None:
-            request, vote.agreed = vote.agreed, None
-            self._suspend(request)
-        elif self._asked:
+            with interrupts.deferred():
+                agreed, vote.agreed = vote.agreed, None
+                self._suspend(agreed)
+        elif self.asked:
             with self._lock.if_free() as is_free:
                 if is_free and self._lock.is_outside():
                     self._suspend(self._take_up())
 
-    def _take_up(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, which they cannot take back any more. None
-        while there is none, or a phase waits: it begins before the next suspension, so that threads
-        that ask again and again do not keep it out."""
-        with self._mutex:
-            if self._waiting:
-                return None
-            self._taken_up |= self._asked  # an interrupt may have left some unanswered
-            self._asked = {}
-            return SuspensionRequest.newest(self._taken_up.values())
-
     @contextmanager
     def telling(self, vote: GroupVote) -> Iterator[None]:
-        """Tell the other ranks, in the proposal of the transition inside, what is asked for here.
-        Then `vote.agreed` is what any rank is asked for."""
-        group, vote.agreed = vote.group, None
-        group.suspension, group.last_suspension = self._take_up(), self.epoch
+        """Tell the other ranks, in the proposals inside, what is asked for here. Then `vote.agreed`
+        is what any rank is asked for."""
+        vote.agreed, vote.group.suspension = None, self._take_up()
         try:
             yield
         finally:
-            group.suspension = None
-            self.epoch = max(self.epoch, group.last_suspension)  # a rank may have been restarted
+            vote.group.suspension = None
             if vote.agreed is None:
-                self._answer(f"the ranks have not agreed on it. Their last epoch is {self.epoch}")
+                self._answer("the ranks have not agreed on it")
+
+    def _take_up(self) -> SuspensionRequest | None:
+        """The newest suspension that threads ask for, with its number. None while there is none, or
+        a phase waits: it begins before the next suspension, so that threads that ask again and
+        again do not keep it out."""
+        with self._mutex:
+            if self._waiting or not self.asked:
+                return None
+            for answer in self.asked:
+                if not answer.running():  # an interrupt may have left some unanswered
+                    answer.set_running_or_notify_cancel()
+            newest = max(self.asked.values(), key=lambda request: request.epoch or 0)
+            return newest.model_copy(update={"epoch": newest.epoch or self.epoch + 1})
 
     def _suspend(self, request: SuspensionRequest | None) -> None:
-        """Carry out a suspension. Success marks the manager suspended, with the new epoch; an error
-        refuses the suspension, and is not raised. Then the threads that ask are answered."""
+        """Carry out a suspension, and answer the threads that ask. An error refuses it, and is not
+        raised."""
         if request is None:
             return
-        reason = "it was interrupted"
         try:
-            self._carry_out(request)
-            reason = ""
-        except Exception as error:
+            self._leave_the_device(request)
+        except BaseException as error:
             reason = str(error) or type(error).__name__
             logger.error("suspend: %s", reason)
-        finally:
-            with self._mutex:
-                if not reason:
-                    self.epoch = request.epoch or self.epoch + 1
-                    self._dropped = request.drop
-                    seconds = request.resume_after_seconds or math.inf
-                    self._phases.suspended_until = time.monotonic() + seconds
-                    self._taken_up |= self._asked  # those that came meanwhile
-                    self._asked = {}
-                    logger.info("suspended (epoch %d): the next phase waits", self.epoch)
             self._answer(reason)
+            if not isinstance(error, Exception):
+                raise
+            return
+        with self._mutex:
+            self.epoch, self._dropped = request.epoch or 0, request.drop
+            seconds = request.resume_after_seconds or math.inf
+            self._phases.suspended_until = time.monotonic() + seconds
+            logger.info("suspended (epoch %d): the next phase waits", self.epoch)
+            self._answer()
 
-    def _answer(self, reason: str) -> None:
-        """Answer the threads whose requests were taken up. `reason`: why they are refused; empty
-        where the manager was suspended."""
-        answered, self._taken_up = self._taken_up, {}
-        for answer, request in answered.items():
-            if not reason and self._is_last(request):
-                answer.set_result(None)
-            else:
-                answer.set_exception(self._refused(reason or self._other_epoch(request)))
+    def _answer(self, reason: str = "") -> None:
+        """Answer the threads whose requests were taken up. `reason`: why they are refused; empty:
+        the manager was suspended, and those who have asked meanwhile are answered, too."""
+        with self._mutex:
+            for answer, request in [*self.asked.items()]:
+                if reason and not answer.running():
+                    continue
+                del self.asked[answer]
+                if not reason and self._is_last(request):
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(self._refused(reason or self._other_epoch(request)))
 
     # --- waiting
 
-    def enter(self, enters: Callable[[], bool]) -> None:
-        """Begin an outermost phase before which there is a suspension. `enters`: begins it, or
-        returns that there is another suspension."""
+    def enter(self, begin: Callable[[], None]) -> None:
+        """Enter an outermost phase before which there is a suspension. Ctrl-C ends the wait.
+        `begin`: begins the phase, or raises that there is another suspension. Raises
+        CoordinatorLost: the ranks of the group cannot be heard."""
+        phases, vote = self._phases, self._lock.vote
+        group = None if vote is None else vote.group
         thread = threading.current_thread()
+        looked = time.monotonic()
         with interrupts.deferred():
             self._waiting.append(thread)
             try:
-                self._wait()
-                while not enters():
-                    self._wait()
+                for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
+                    self._lock.check_process()
+                    self.carry_out()
+                    now = time.monotonic()
+                    phases.suspended_seconds += now - looked
+                    looked = now
+                    if phases.is_suspended and group is not None and group.is_resumed(self.epoch):
+                        self.end()
+                    if not phases.is_suspended:
+                        with suppress(Suspended):
+                            return begin()
             finally:
                 self._waiting.remove(thread)
-
-    def _wait(self) -> None:
-        """Wait until an outermost phase may begin. Ctrl-C ends it. Raises CoordinatorLost: the
-        ranks of the group cannot be heard."""
-        self.carry_out()
-        vote = self._lock.vote
-        began = time.monotonic()
-        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
-            now = time.monotonic()
-            self._phases.suspended_seconds += now - began
-            began = now
-            self._lock.check_process()
-            if self._phases.is_suspended and vote is not None and vote.group.is_resumed(self.epoch):
-                self.end()
-            if not self._phases.is_suspended:
-                return

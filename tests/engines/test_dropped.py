@@ -216,7 +216,7 @@ def test_all_ranks_of_an_engine_drop_it(shared: Path) -> None:
     other = ranks[1][0]
     with ThreadPoolExecutor(3) as pool:
         asking = pool.submit(other.suspend, 30.0, drop=["rollout"])
-        until(lambda: other._stack.suspension._asked)
+        until(lambda: other._stack.suspension.asked)
         entering = [pool.submit(manager.phase("rollout").__enter__) for manager, *_ in ranks]
         assert asking.result(30).suspended
         assert server.host_copy is None

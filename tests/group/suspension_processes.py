@@ -42,7 +42,7 @@ class Service:
 
     def until_asked(self) -> None:
         """Return once a client waits for the suspension."""
-        until(lambda: self.manager._stack.suspension._asked)
+        until(lambda: self.manager._stack.suspension.asked)
 
     def enter(self) -> float:
         """Begin to train. Returns the loss of the step."""

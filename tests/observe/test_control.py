@@ -114,7 +114,7 @@ def test_a_connection_may_wait_longer_than_others(worker: Worker) -> None:
     worker.server.timeout_seconds = 0.05
     with worker.manager.phase("log_prob"):
         answer = ThreadPoolExecutor(1).submit(worker.post, "/suspend")
-        until(lambda: worker.suspension._asked)
+        until(lambda: worker.suspension.asked)
         with worker.raw("GET") as idle:
             assert idle.recv(1) == b""  # dropped
         assert not answer.done()
@@ -140,6 +140,8 @@ def test_control_is_off_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None
     worker = Worker(None)
     assert worker.post("/suspend")[0] == worker.post("/resume")[0] == 404
     assert worker.post("/metrics")[0] == 405
+    with worker.raw("GET /suspend HTTP/1.1\n\n") as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.0 405")
     worker.manager.close()
 
 
@@ -161,7 +163,7 @@ def test_the_token_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker.post("/suspend", b"{")
     worker.suspension.status = None  # type: ignore[assignment,method-assign]
     assert worker.post("/resume")[0] == 500
-    control = worker.server._posts["/suspend"].args[0]  # type: ignore[attr-defined]
+    control = worker.server._pages["/suspend"].args[0]  # type: ignore[attr-defined]
     shown = caplog.text + f"{worker.server!r}{control!r}{worker.manager.snapshot()!r}"
     assert "POST /suspend" in shown
     assert TOKEN not in shown
@@ -229,7 +231,7 @@ def test_a_hundred_clients_at_once(worker: Worker) -> None:
     with ThreadPoolExecutor(100) as pool:
         with worker.manager.phase("log_prob"):
             futures = [pool.submit(worker.post, "/suspend") for _ in range(100)]
-            until(lambda: len(worker.suspension._asked) == 100)
+            until(lambda: len(worker.suspension.asked) == 100)
         answers = [future.result(60) for future in futures]
     assert {(code, answer["epoch"], answer["suspended"]) for code, answer in answers} == {
         (200, 1, True)
@@ -244,10 +246,10 @@ def test_a_client_that_dies_is_forgotten(worker: Worker) -> None:
         clients = [worker.raw(head) for _ in range(3)]
         for client in clients:
             client.sendall(body)
-        until(lambda: len(worker.suspension._asked) == 3)
+        until(lambda: len(worker.suspension.asked) == 3)
         for client in clients:
             client.close()
-        until(lambda: not worker.suspension._asked)
+        until(lambda: not worker.suspension.asked)
         until(lambda: threading.active_count() == worker.threads + 1)
     with worker.manager.phase("log_prob"):
         assert worker.manager.snapshot().suspended_seconds < 1
@@ -259,19 +261,17 @@ def test_a_client_that_dies_is_forgotten(worker: Worker) -> None:
 def test_the_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PLACEMENT_CONTROL_TOKEN", raising=False)
-    folder, file = tmp_path / "workers", tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+    folder = tmp_path / "workers"
     workers = [Worker(discovery=folder, identity=Identity(rank=rank)) for rank in range(2)]
-    words = [str(folder), "--token-file", str(file)]
-    assert main(["suspend", *words, "--deadline", "5", "--resume-after", "600"]) == 0
+    assert main(["suspend", str(folder), "--deadline", "5", "--resume-after", "600"]) == 0
     lines = [f"node0/rank{rank}: suspended, epoch 1, 0 on the device" for rank in range(2)]
     assert capsys.readouterr().out.splitlines() == lines
     assert all(worker.manager.snapshot().suspended for worker in workers)
-    assert main(["resume", *words]) == 0
+    assert main(["resume", str(folder)]) == 0
     assert "node0/rank1: not suspended, epoch 1" in capsys.readouterr().out
     with workers[1].manager.phase("log_prob"):
-        assert main(["suspend", *words, "--deadline", "0.05"]) == 1
+        assert main(["suspend", str(folder), "--deadline", "0.05"]) == 1
     out = capsys.readouterr().out
     assert "node0/rank0: suspended, epoch 2" in out
     assert "rank1: http://127.0.0.1" in out
@@ -293,6 +293,8 @@ def test_the_command_does_not_ask_another_worker(
     out = capsys.readouterr().out
     assert "is another worker now" in out
     assert "Remove the file" in out
+    assert main(["status", str(tmp_path)]) == 1
+    assert "is another worker now" in capsys.readouterr().out
     assert not stranger.manager.snapshot().suspended
     file.write_text(as_json([stranger.server.target]))  # type: ignore[list-item]
     assert main(["suspend", str(tmp_path)]) == 0
@@ -353,21 +355,14 @@ def test_the_command_refuses_a_time_that_cannot_be_waited(
 
 
 def test_the_commands_need_a_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PLACEMENT_CONTROL_TOKEN", raising=False)
-    assert main(["suspend", "http://127.0.0.1:9"]) == 1
-    assert (
-        "no token of visible ASCII characters without blanks: give --token-file"
-        in capsys.readouterr().err
-    )
-    assert main(["resume", "http://127.0.0.1:9", "--token-file", str(tmp_path)]) == 1
-    assert "cannot read the token" in capsys.readouterr().err
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
     assert main(["resume", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().out
-    (tmp_path / "two").write_text("first-line\nsecond")
-    assert main(["resume", "http://127.0.0.1:9", "--token-file", str(tmp_path / "two")]) == 1
-    told = capsys.readouterr()
-    assert "no token of visible ASCII characters" in told.err
-    assert "first-line" not in told.out + told.err
+    for token in ("", "first-line\nsecond"):
+        monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", token)
+        assert main(["suspend", "http://127.0.0.1:9"]) == 1
+        told = capsys.readouterr()
+        assert "set PLACEMENT_CONTROL_TOKEN to a token" in told.err
+        assert "first-line" not in told.out + told.err

@@ -162,7 +162,12 @@ def test_all_workers_are_asked_and_one_that_is_gone_says_so(tmp_path: Path) -> N
     """The list that one process has written for all, where there is no shared folder."""
     managers, _models = zip(*(managed() for _ in range(2)), strict=True)
     servers = [manager.serve(identity=Identity(rank=rank)) for rank, manager in enumerate(managers)]
-    gathered = [*(server.target for server in servers), Target.of("127.0.0.1:9", Identity(rank=2))]
+    gathered = []
+    for server in servers:
+        assert server.target is not None
+        labels = {**server.target.labels, "cluster": "a label of the list alone"}
+        gathered.append(Target(address=server.target.address, labels=labels))
+    gathered.append(Target.of("127.0.0.1:9", Identity(rank=2)))
     (tmp_path / "grpo-7.json").write_text(as_json(gathered))
     with managers[0].phase("log_prob"):
         views = views_of([str(tmp_path)])

@@ -23,7 +23,7 @@ from placement.observe import nvml
 from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
-from tests.support.threads import on_all
+from tests.support.threads import on_all, until
 from tests.support.worker import CAPACITY, Worker, learn, net
 
 FILES = {
@@ -31,7 +31,6 @@ FILES = {
     "snapshot.json",
     "journal.json",
     "audit.json",
-    "traceback.txt",
 }
 
 
@@ -110,8 +109,7 @@ def test_memory_that_the_users_own_computing_lacks(
     """It is written before the phase ends, so that it shows what the phase had on the device."""
     worker = Worker(incidents=place)
     with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
-        # a file name that is no Unicode may be in a message
-        raise torch.OutOfMemoryError("\udcff: CUDA out of memory. Tried to allocate 20.00 GiB")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
@@ -225,7 +223,7 @@ def test_what_cannot_be_written_hides_no_error(
         assert worker.actor.resident_bytes > 0
 
 
-def test_a_disk_that_is_full_in_the_middle_costs_one_file(
+def test_a_disk_that_is_full_in_the_middle_costs_the_rest(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = Path.write_bytes
@@ -238,11 +236,12 @@ def test_a_disk_that_is_full_in_the_middle_costs_one_file(
 
     monkeypatch.setattr(Path, "write_bytes", until_full)
     worker = Worker(budget_bytes=80 << 10, incidents=place)
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(DeviceMemoryError) as caught:
         worker.manager.phase("train").__enter__()
     monkeypatch.undo()
     (folder,) = place.iterdir()
-    assert {file.name for file in folder.iterdir()} == FILES - {"journal.json"}
+    assert str(folder) in caught.value.__notes__[-1]
+    assert {file.name for file in folder.iterdir()} == FILES - {"audit.json"}
     assert "DeviceMemoryError" in read(folder, capsys)
 
 
@@ -262,21 +261,22 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not the folder of an incident" in capsys.readouterr().err
 
 
-def test_the_processes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = types.SimpleNamespace(pid=7, usedGpuMemory=123)
+def test_the_processes_of_a_gpu(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = [types.SimpleNamespace(pid=7, usedGpuMemory=123)]
     library = types.SimpleNamespace(
         NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda device: [process],
+        nvmlDeviceGetComputeRunningProcesses=lambda device: processes,
     )
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    assert nvml.processes_on("GPU-1") == [{"pid": 7, "bytes": 123}]
-
-    def fails(uuid: str) -> Any:
-        raise RuntimeError("the driver is gone")
-
-    library.nvmlDeviceGetHandleByUUID = fails
-    assert nvml.processes_on("GPU-1") == []
-    assert nvml.processes_on("") == []
+    monkeypatch.setattr(SimulatedDevice, "uuid", "GPU-1")
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
+    outside = worker.manager._stack.reconciler.outside
+    until(lambda: outside.processes)
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("train").__enter__()
+    assert "process 7: 123" in read(folder_of(caught.value, place), capsys).splitlines()

@@ -46,9 +46,9 @@ def begun(work: Callable[[], Any]) -> Future[Any]:
 def asked(manager: Manager, **keywords: Any) -> Future[SuspensionStatus]:
     """Ask in another thread, and return once the request is there."""
     requests = manager._stack.suspension
-    before = len(requests._asked)
+    before = len(requests.asked)
     future = begun(lambda: manager.suspend(30.0, **keywords))
-    until(lambda: len(requests._asked) > before or future.done())
+    until(lambda: len(requests.asked) > before or future.done())
     return future
 
 
@@ -403,7 +403,7 @@ def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer) -> Non
             assert interrupt.was_sent
         finally:
             sys.settrace(None)
-        assert not trainer.manager._stack.suspension._asked
+        assert not trainer.manager._stack.suspension.asked
         trainer.manager.resume()
         with trainer.manager.phase("log_prob"):
             pass
