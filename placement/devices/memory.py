@@ -219,10 +219,15 @@ class Outside:
             return None
         return self._others.nbytes
 
-    @property
-    def processes(self) -> Mapping[int, int | None]:
-        """Device bytes of all processes by their ids, as last measured; empty while unknown."""
-        return {} if self._others is None else self._others.processes
+    def processes_now(self, seconds: float) -> Mapping[int, int | None]:
+        """Device bytes of all processes by their ids, measured now if that takes no longer than so
+        many seconds; empty while unknown."""
+        if self._others is None:
+            return {}
+        self._ask()
+        if self._others.processes:  # else there may be no NVML
+            self._told.wait(seconds)
+        return self._others.processes
 
     @property
     def own_bytes(self) -> int | None:

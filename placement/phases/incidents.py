@@ -33,6 +33,7 @@ from placement.devices.memory import Outside
 _OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
 _KINDS = (*_OUT_OF_MEMORY, BrokenHandleError, IntegrityError)
 _NOTE = "placement: incident: "
+_NVML_SECONDS = 2.0  # a driver that hangs does not hold a worker that has an error to tell
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ class Incidents:
             "error": f"{type(error).__name__}: {error}",
             "phase": self._journal.phase,
             "plan": plan or states,
-            "processes": self._outside.processes,
+            "processes": self._outside.processes_now(_NVML_SECONDS),
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
         (folder / "incident.json").write_bytes(to_json(incident))

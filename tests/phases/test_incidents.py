@@ -276,7 +276,8 @@ def test_the_processes_of_a_gpu(
     monkeypatch.setattr(SimulatedDevice, "uuid", "GPU-1")
     worker = Worker(budget_bytes=80 << 10, incidents=place)
     outside = worker.manager._stack.reconciler.outside
-    until(lambda: outside.processes)
+    until(lambda: outside.processes_now(1) == {7: 123})
+    processes[0] = types.SimpleNamespace(pid=8, usedGpuMemory=124)  # it has come since
     with pytest.raises(DeviceMemoryError) as caught:
         worker.manager.phase("train").__enter__()
-    assert "process 7: 123" in read(folder_of(caught.value, place), capsys).splitlines()
+    assert "process 8: 124" in read(folder_of(caught.value, place), capsys).splitlines()
