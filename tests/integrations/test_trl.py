@@ -1,15 +1,13 @@
 """TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for
 bit, and an empty device.
 
-Also over several runs, on two ranks, after exceptions, and with a vLLM in this process as a handle:
-that engine is a stand-in, and TRL's own code around it is the real one.
+Also over several runs, after exceptions, and with a vLLM in this process as a handle: that engine
+is a stand-in, and TRL's own code around it is the real one. On two ranks: test_trl_ranks.py.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import placement
 from placement import Manager, NotResidentError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines import standin
@@ -28,7 +23,6 @@ from tests.integrations.standin_llm import GeneratingLLM
 from tests.support import huggingface as hf
 from tests.support.buckets import set_bucket_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import on_ranks
 from tests.support.sweeps import few
 
 needs("accelerate")
@@ -570,56 +564,6 @@ def test_a_trainer_made_without_init(kind: str) -> None:
             getattr(trainer, method)(*arguments)
         last = list(raised.traceback)[-1]
         assert "placement" not in str(last.path), f"{method}: {raised.value}"
-
-
-# --- DistributedDataParallel
-
-
-@on_ranks("two_ranks")
-def test_two_ranks(folder: str, tmp_path: Path) -> None:
-    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks
-    change phase together."""
-    os.environ["CI"] = "1"  # TRL sends telemetry otherwise
-    warnings.simplefilter("ignore")
-    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
-    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
-    device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
-    manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
-    each: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
-    each |= {
-        "max_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "ddp_backend": "gloo",
-        "ddp_find_unused_parameters": False,
-    }
-    trainers = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, manager, **each)
-    assert_nothing_resident(manager)  # the reducer's buckets included
-    manager.close()
-    assert trainers[0].state.global_step == 3
-    assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
-
-
-@on_ranks("two_ranks")
-def test_two_ranks_without_a_manager_train_twice(folder: str, tmp_path: Path) -> None:
-    os.environ.update(CI="1", PLACEMENT_DEVICE="simulated:16MiB")
-    warnings.simplefilter("ignore")
-    each = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
-    trainers = []
-    for cls in (trl.GRPOTrainer, placed.PlacedGRPOTrainer):
-        config = grpo_config(tmp_path / cls.__name__, max_steps=1, **each)
-        trainers.append(make(cls, config, folder, eval_dataset=hf.prompts()))
-        train(trainers[-1])
-        trainers[-1].evaluate()
-        train(trainers[-1])
-    own, ours = trainers
-    assert_same(ours, own)
-    assert not ours.manager.handles
 
 
 # --- what fails

@@ -38,6 +38,7 @@ _TOGETHER = {
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
         "tests/sharded/test_restore.py",
+        "tests/integrations/test_trl_ranks.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
@@ -67,8 +68,7 @@ _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in plac
 _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer")
 _IMPORTS = {
     # one scope: a process takes what is imported for its first one alone
-    "sharded": ("peft", *_MEGATRON, "deepspeed"),
-    "trl": ("trl.trainer.grpo_trainer",),
+    "sharded": ("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),
     "verl": ("tests.integrations.verl.imported",),
 }
 """What ranks of these scopes import that takes seconds."""
