@@ -29,6 +29,7 @@ from tests.group.tuned_worker import Rank as Tuning
 from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import bytes_of, device_of
 from tests.support.ranks import Ranks, group_of_all, on_ranks
+from tests.support.sweeps import few
 
 
 def check_shares(seen: list[dict[str, Any]], chunk_bytes: int = 0) -> None:
@@ -121,7 +122,7 @@ def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", few([0, 1], 1))
 def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
     three: Ranks, generation: int, failing: int, counted: Callable[[str], None]
 ) -> None:
@@ -268,7 +269,11 @@ def test_what_one_rank_writes_into_a_state_dict_of_a_readonly_one_is_its_own(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+    few(
+        [{}, {"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+        {},
+        {"policy": "cyclic"},
+    ),
     ids=["colocated", "cyclic", "resident", "verified"],
 )
 def test_training_with_one_host_copy_of_what_is_frozen(
@@ -285,7 +290,7 @@ def test_training_with_one_host_copy_of_what_is_frozen(
             assert each["to_host"] == 0
 
 
-@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("on", few([[0], [1], [0, 1]], [1], [0, 1]))
 def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(
     two_ranks: Ranks, generation: int, on: list[int]
 ) -> None:

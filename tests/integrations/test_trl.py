@@ -247,6 +247,7 @@ def test_actor_and_reference_that_do_not_fit_together(
         pytest.param(
             {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
             id="reference synced",
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             {"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"

@@ -99,7 +99,7 @@ def test_resuming_is_going_on(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", few(["plain", "ddp", "fsdp2", "external", "tp", "lora"], "plain", "fsdp2", "tp")
+    "kind", few(["plain", "ddp", "fsdp2", "external", "tp", "lora"], "fsdp2", "tp")
 )
 @on_ranks("two_ranks")
 def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, tmp_path: Path) -> None:

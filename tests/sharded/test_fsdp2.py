@@ -52,9 +52,7 @@ PROGRAMS = {
     few(
         PROGRAMS,
         "uneven, tied, adapters",
-        "parameters and gradients as state",
         "gradients not reduced",
-        "two dimensions",
         "within tensor parallel",
     ),
 )

@@ -32,11 +32,12 @@ from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    ("build", "streams"), diagonal(BUILDS.keys(), {"resident": False, "streamed": True})
+)
 def test_the_full_weights_of_the_plain_model(two_ranks: Ranks, build: str, streams: bool) -> None:
     found = two_ranks.run(worker.publish, build, streams)
     assert [each["external"] for each in found] == [build == "fsdp2_external"] * 2
@@ -198,12 +199,12 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
 @pytest.mark.parametrize(
     ("build", "streams"),
     [
-        ("plain", None),
+        pytest.param("plain", None, marks=pytest.mark.sweep),
         ("plain", False),
-        ("fsdp2", None),
+        pytest.param("fsdp2", None, marks=pytest.mark.sweep),
         ("fsdp2", True),
         ("fsdp2_rows", None),
-        ("fsdp2_rows", False),
+        pytest.param("fsdp2_rows", False, marks=pytest.mark.sweep),
         ("fsdp2_external", None),
         ("fsdp1_flat", True),
     ],

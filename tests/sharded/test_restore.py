@@ -177,9 +177,7 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
     few(
         CASES,
         "fsdp2",
-        "fsdp2, gradients not reduced",
         "tensor parallel",
-        "fsdp1",
         "ddp",
         "bitsandbytes",
     ),
