@@ -221,6 +221,7 @@ def can_merge(tuner: str) -> bool:
     return True
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:::peft.*", "ignore:::transformers.*")
 @part_of(8)
 def test_all_tuners(part: slice, counted: Callable[[str], None]) -> None:

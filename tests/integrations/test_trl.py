@@ -216,7 +216,7 @@ def only_a_layer_learns(folder: str) -> Any:
         pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.sweep),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
-        ("colocated('streamed')", {}),
+        pytest.param("colocated('streamed')", {}, marks=pytest.mark.sweep),
     ],
 )
 def test_actor_and_reference_that_do_not_fit_together(
@@ -374,6 +374,7 @@ def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) 
     assert_nothing_resident(ours.manager)
 
 
+@pytest.mark.sweep
 def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
     """TRL's own one resumes from what the placed one has saved, and the other way round."""
     manager = manager_for()
@@ -419,6 +420,7 @@ def generating(event: str) -> Any:
     return Sampler()
 
 
+@pytest.mark.sweep
 def test_callbacks_that_generate_after_an_evaluation(folder: str, tmp_path: Path) -> None:
     changes = {**SAVING, "max_steps": 2, "eval_on_start": True}
     events = ("on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end")
@@ -727,6 +729,7 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_given", few([True, False], False))
 def test_vllm_that_sleeps(
     folder: str,

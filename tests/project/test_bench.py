@@ -131,6 +131,7 @@ def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> 
     assert found["bit-exact"] == 1
 
 
+@pytest.mark.sweep
 def test_a_model_is_trained_with_the_same_losses_in_every_system(tmp_path: Path) -> None:
     from bench import one_gpu
 

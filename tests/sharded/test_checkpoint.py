@@ -279,6 +279,7 @@ def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
     return "saved", is_ours and all(wanted[name] == value for name, value in model_values.items())
 
 
+@pytest.mark.sweep
 def test_replicas_on_two_meshes_are_saved_and_loaded_while_they_are_alike(tmp_path: Path) -> None:
     with contextlib.closing(Ranks(4)) as four_ranks:
         assert (

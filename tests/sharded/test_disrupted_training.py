@@ -209,7 +209,6 @@ CASES = [(script, name) for script, names in SCRIPTS.items() for name in names]
         (forward_raises, "fsdp1_original"),
         (backward_raises, "fsdp2"),
         (graph_over_a_transition, "ddp"),
-        (left_for_good, "fsdp2"),
     ),
     ids=[f"{script.__name__}-{name}" for script, name in CASES],
 )

@@ -294,7 +294,11 @@ def test_an_engine_that_stays_verls_own_says_why(
     [
         ({"strategy": "fsdp2"}, (SYNC, False)),
         ({"strategy": "fsdp"}, (GPU, True)),
-        ({"strategy": "fsdp2", "lora": lora_of(merge=True)}, (GPU, True)),
+        pytest.param(
+            {"strategy": "fsdp2", "lora": lora_of(merge=True)},
+            (GPU, True),
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=["fsdp2", "fsdp", "lora"],
 )
@@ -367,6 +371,7 @@ def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, ki
     }
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo
@@ -528,6 +533,7 @@ def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr
     assert first["ours"] == first["own"]
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(model: Path) -> None:
     _, placed = pair(model)

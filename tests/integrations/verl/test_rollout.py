@@ -24,6 +24,7 @@ from tests.integrations.verl.subject import GPU, OFF, logged
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
+from tests.support.sweeps import few
 
 needs("verl")
 placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once here
@@ -181,7 +182,10 @@ def file(tmp_path: Path) -> Path:
     ("rollout", "options", "synced", "awake_bytes", "calls"),
     [
         ("vllm", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["vllm"]]),
-        ("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
+        pytest.param(
+            *("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
+            marks=pytest.mark.sweep,
+        ),
         # It serves an adapter, and keeps its base weights.
         (
             "sglang",
@@ -406,7 +410,7 @@ def test_an_sglang_that_dies_is_not_asked_again(model: Path, file: Path) -> None
     assert job.replica.calls == _WOKEN
 
 
-@each_rollout
+@pytest.mark.parametrize("rollout", few(SLEEP, "sglang"))
 @on_ranks("two_ranks")
 def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None:
     manager = worker.use_simulated()
