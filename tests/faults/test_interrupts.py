@@ -229,12 +229,13 @@ def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(3600 if IS_WHOLE else 600)
 @pytest.mark.parametrize(
     "operation",
     few(
         OPERATIONS,
-        *("entry", "leaving", "switch", "failing_switch", "holds", "register", "streamed_step"),
+        *("entry", "leaving", "switch", "register", "streamed_step"),
     ),
 )
 def test_interrupted_at_lines(

@@ -170,7 +170,7 @@ def sweep(cases: list[Case], service: StoreService | None) -> list[list[Any]]:
         ("kill", 0),
         pytest.param("kill", 1, marks=pytest.mark.sweep),
         pytest.param("raise", 0, marks=pytest.mark.sweep),
-        ("raise", 1),
+        pytest.param("raise", 1, marks=pytest.mark.sweep),
         *(pytest.param("stop", rank, marks=pytest.mark.slow) for rank in (0, 1)),
     ],
 )

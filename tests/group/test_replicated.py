@@ -114,6 +114,7 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
     assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
+@pytest.mark.sweep
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
     two_ranks: Ranks, generation: int
 ) -> None:
@@ -397,6 +398,7 @@ def test_a_copy_of_its_own_is_in_a_file_where_host_memory_is_full(generation: in
         rank.end()
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation: int) -> None:
     rank = Tuning(generation)
@@ -459,6 +461,7 @@ def test_what_cannot_come_back_is_offloaded_and_stays_shared(generation: int, at
 # --- a part of the group
 
 
+@pytest.mark.sweep
 def test_ranks_of_a_mesh_that_replicates_share_their_shards(generation: int) -> None:
     four = Ranks(4)
     seen = four.run(part_worker.hybrid, generation, "cpu")

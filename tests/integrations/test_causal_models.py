@@ -164,6 +164,7 @@ def problems(makers: dict[str, Callable[[], Any]], **inputs: Any) -> dict[str, o
     return {name: problem for name, problem in found.items() if problem}
 
 
+@pytest.mark.sweep
 def test_models_unlike_others() -> None:
     assert problems({name: partial(causal_models.build, name) for name in UNLIKE_OTHERS}) == {}
 

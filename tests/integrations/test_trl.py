@@ -471,6 +471,7 @@ def _on_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_on_16_mib")
 def test_after_training_a_script_goes_on_as_with_trl(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -588,6 +589,7 @@ class Interrupting:
 INTERRUPTED = {"max_steps": 2, "steps_per_generation": 1, "num_iterations": 1}
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_on_16_mib")
 def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: Path) -> None:
     weights, trainers = [], []

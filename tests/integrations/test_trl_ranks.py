@@ -26,6 +26,8 @@ from tests.integrations.test_trl import (
 from tests.support import huggingface as hf
 from tests.support.ranks import on_ranks
 
+pytestmark = pytest.mark.sweep
+
 
 @contextmanager
 def quiet_and_offline(**variables: str) -> Iterator[None]:
@@ -68,7 +70,6 @@ def test_two_ranks(folder: str, tmp_path: Path) -> None:
     assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
 
 
-@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_two_ranks_without_a_manager_train_twice(folder: str, tmp_path: Path) -> None:
     each = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}

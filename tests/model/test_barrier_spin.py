@@ -133,9 +133,10 @@ def test_every_run_keeps_every_property(
 @pytest.mark.parametrize(
     "defines",
     [
-        {"RANKS": 2, "CHANGES": 2},
-        pytest.param({"RANKS": 3, "CHANGES": 1}, marks=pytest.mark.sweep),
-        {"FAILS": 0},  # and they do not fail where nothing fails
+        pytest.param({"RANKS": 2, "CHANGES": 2}, marks=pytest.mark.sweep),
+        {"RANKS": 3, "CHANGES": 1},
+        # and they do not fail where nothing fails
+        pytest.param({"FAILS": 0}, marks=pytest.mark.sweep),
         pytest.param({"RANKS": 3, "CHANGES": 2}, marks=slow),
         pytest.param({"RANKS": 4, "CHANGES": 1}, marks=slow),
     ],

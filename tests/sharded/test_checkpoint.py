@@ -159,6 +159,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way_round(
     assert two_ranks.run(whole, kind, one, "load") == saved * 2
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_the_wrappers_in_a_dict_of_the_users(tmp_path: Path) -> None:
     """With torch's own save, async_save and load."""

@@ -178,7 +178,6 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
         CASES,
         "fsdp2",
         "tensor parallel",
-        "ddp",
         "bitsandbytes",
     ),
 )

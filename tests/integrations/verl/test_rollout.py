@@ -24,7 +24,6 @@ from tests.integrations.verl.subject import GPU, OFF, logged
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
-from tests.support.sweeps import few
 
 needs("verl")
 placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once here
@@ -410,7 +409,8 @@ def test_an_sglang_that_dies_is_not_asked_again(model: Path, file: Path) -> None
     assert job.replica.calls == _WOKEN
 
 
-@pytest.mark.parametrize("rollout", few(SLEEP, "sglang"))
+@pytest.mark.sweep
+@each_rollout
 @on_ranks("two_ranks")
 def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None:
     manager = worker.use_simulated()

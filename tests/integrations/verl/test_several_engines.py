@@ -149,9 +149,10 @@ def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     assert placed.seen.states["publish"]["actor"] == SYNC
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("merge", "keywords"),
-    [(False, {}), pytest.param(True, {"offload_policy": True}, marks=pytest.mark.sweep)],
+    [(False, {}), (True, {"offload_policy": True})],
     ids=["unmerged", "merged, left to FSDP2"],
 )
 @on_ranks("one_rank")
