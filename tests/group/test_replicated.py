@@ -167,6 +167,7 @@ def test_one_rank_leaves(generation: int) -> None:
         rank.check_host_copy()
 
 
+@pytest.mark.sweep
 def test_a_rank_dies_while_all_load() -> None:
     entering = {
         (2, "before put vote"): False,
@@ -398,7 +399,6 @@ def test_a_copy_of_its_own_is_in_a_file_where_host_memory_is_full(generation: in
         rank.end()
 
 
-@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation: int) -> None:
     rank = Tuning(generation)
@@ -421,6 +421,7 @@ def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation
     rank.end()
 
 
+@pytest.mark.sweep
 def test_device_calls_may_fail_while_frozen_weights_change(
     two_ranks: Ranks, generation: int, counted: Callable[[str], None]
 ) -> None:

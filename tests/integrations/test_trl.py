@@ -589,7 +589,6 @@ class Interrupting:
 INTERRUPTED = {"max_steps": 2, "steps_per_generation": 1, "num_iterations": 1}
 
 
-@pytest.mark.sweep
 @pytest.mark.usefixtures("_on_16_mib")
 def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: Path) -> None:
     weights, trainers = [], []
@@ -607,6 +606,7 @@ def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: 
     assert_same(ours, own)
 
 
+@pytest.mark.sweep
 def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
     """In the second backward pass of a step, with gradients of the first. TRL's own trainer,
     treated alike, says how it goes on."""
@@ -731,7 +731,6 @@ def on_device_of(tmp_path: Path, shared: str) -> Manager:
     )
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("is_given", few([True, False], False))
 def test_vllm_that_sleeps(
     folder: str,
@@ -775,6 +774,7 @@ def test_vllm_that_sleeps(
     ]
 
 
+@pytest.mark.sweep
 def test_vllm_that_does_not_sleep(
     folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
 ) -> None:
