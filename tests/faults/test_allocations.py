@@ -203,7 +203,7 @@ def a_few_phases(worker: FaultyWorker) -> None:
     "forever", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["once", "forever"]
 )
 @pytest.mark.parametrize(
-    "operation", few(["reserve", "create", "map", "copy", "sync"], "reserve", "create", "copy")
+    "operation", few(["reserve", "create", "map", "copy", "sync"], "reserve", "copy")
 )
 def test_every_call_failed_with_prefetch(
     operation: str, forever: bool, counted: Callable[[str], None]

@@ -201,8 +201,7 @@ def test_a_rank_at_every_step(
 @pytest.mark.parametrize(
     ("fault", "rank"),
     [
-        ("board killed", 0),
-        pytest.param("board killed", 1, marks=pytest.mark.sweep),
+        *(pytest.param("board killed", rank, marks=pytest.mark.sweep) for rank in (0, 1)),
         pytest.param("board stopped", 0, marks=pytest.mark.slow),
     ],
 )

@@ -434,9 +434,10 @@ def test_callbacks_that_generate_after_an_evaluation(folder: str, tmp_path: Path
     assert all(callback.calls > 1 for callback in callbacks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
-    few(["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"], "PrefixTuningConfig"),
+    ["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"],
 )
 def test_adapters_whose_savers_read_past_the_state_dict(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

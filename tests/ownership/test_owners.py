@@ -112,7 +112,7 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
             zero,
             marks=[
                 *([swap_only] if (lent, zero) in OF_A_VIEWED_GRADIENT else []),
-                *([pytest.mark.sweep] if zero == "to zeros" else []),
+                *([pytest.mark.sweep] if zero != "before" else []),
             ],
         )
         for lent in LENT

@@ -204,7 +204,10 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
         pytest.param({}, "cyclic", id="everything fits", marks=sweep),
         pytest.param({"is_one_phase": True}, "cyclic", id="one phase stays open", marks=sweep),
         pytest.param(
-            {"cycle": PPO, "has_critic": True, "budget_bytes": 15 * MIB}, "cyclic", id="some fit"
+            {"cycle": PPO, "has_critic": True, "budget_bytes": 15 * MIB},
+            "cyclic",
+            id="some fit",
+            marks=sweep,
         ),
         pytest.param(
             {"only": {"log_prob": ["actor"], "train": ["actor"]}},

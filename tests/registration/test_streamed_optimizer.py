@@ -357,7 +357,6 @@ def learn_with(accelerator: Any, net: Any, wrapper: Any, step: int) -> None:
     "way",
     few(
         ["plain", "scheduled inside", "scheduled outside", "scaled", "scaled and stepped before"],
-        "scheduled inside",
         "scaled and stepped before",
     ),
 )

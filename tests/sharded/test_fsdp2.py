@@ -98,6 +98,7 @@ def test_host_memory_is_reserved_for_what_a_rank_holds() -> None:
 # known
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_where_storages_cannot_be_swapped() -> None:
     can_swap = base.can_swap

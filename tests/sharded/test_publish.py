@@ -48,6 +48,7 @@ def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
     one_rank.run(worker.publish, build, False)
 
 
+@pytest.mark.sweep
 def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks) -> None:
     for published in two_ranks.run(one_of_each.publish, "fsdp2", "cpu", False):
         one_of_each.check_published(published)
@@ -56,11 +57,11 @@ def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks) -> No
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
-        ("plain", None),
+        pytest.param("plain", None, marks=pytest.mark.sweep),
         ("fsdp2", torch.bfloat16),
-        ("fsdp2_external", None),
+        pytest.param("fsdp2_external", None, marks=pytest.mark.sweep),
         ("fsdp2_rows", None),
-        ("fsdp1_flat", None),
+        pytest.param("fsdp1_flat", None, marks=pytest.mark.sweep),
     ],
 )
 def test_the_device_holds_one_bucket_and_what_makes_one_weight(

@@ -520,7 +520,8 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 # --- sharded over ranks
 
 
-@pytest.mark.parametrize("build", few(["fsdp2", "fsdp1_original", "fsdp1_flat"], "fsdp2"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
 @on_ranks("two_ranks")
 def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
     """Every mode, resident and streamed, before and after a forward that leaves the root unsharded,

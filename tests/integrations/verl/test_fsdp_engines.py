@@ -38,11 +38,12 @@ from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 
 needs("verl")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("strategy", few(["fsdp2", "fsdp"], "fsdp2"))
 @on_ranks("one_rank")
 def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy: str) -> None:
     own, placed = pair(model, strategy=strategy)
@@ -218,6 +219,7 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     own, placed = both = pair(model, strategy="fsdp")
@@ -238,6 +240,7 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "offload"),
     [("fsdp2", (True, False)), ("fsdp", (False, True))],
@@ -292,7 +295,7 @@ def test_an_engine_that_stays_verls_own_says_why(
     ("keywords", "expected"),
     [
         ({"strategy": "fsdp2"}, (SYNC, False)),
-        ({"strategy": "fsdp"}, (GPU, True)),
+        pytest.param({"strategy": "fsdp"}, (GPU, True), marks=pytest.mark.sweep),
         pytest.param(
             {"strategy": "fsdp2", "lora": lora_of(merge=True)},
             (GPU, True),
