@@ -248,7 +248,7 @@ FAULTS = {
 def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
     fault: tuple[str, bool, int], sides: tuple[dict[str, int], dict[str, int]]
 ) -> None:
-    """`forever`: the driver gives nothing more from some chunk on, as when another process was
+    """For ever: the driver gives nothing more from some chunk on, as when another process was
     faster. Going back asks it for nothing."""
     (operation, forever, window), (before, after) = fault, sides
     budget = max(side(before), side(after)) + window * CHUNK

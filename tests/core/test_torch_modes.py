@@ -101,7 +101,7 @@ MODES: dict[str, Inside[Any]] = {
     "all at once": under(all_at_once),
 }
 SHOWN = ("inference_mode", "default device", "dispatch mode", "vmap", "functionalize")
-"""Of which some others are made: all of them together are in "streamed"."""
+"""The others run in CI alone, and here all of them together, as "streamed"."""
 every_mode = pytest.mark.parametrize("inside", MODES.values(), ids=MODES.keys())
 
 
