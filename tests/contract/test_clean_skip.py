@@ -97,8 +97,14 @@ def cases() -> list[Any]:
         found.append((name, {}))
         found += [(name, {"foreach": True})] if "foreach" in accepted else []
         found += [(name, {"fused": True})] if name in FUSED_ON_CPU else []
+    shown = ("AdamW", "SGD", "SparseAdam")  # the others without options
     return [
-        pytest.param(name, options, id="-".join([name, *options] if options else [name, "plain"]))
+        pytest.param(
+            name,
+            options,
+            id="-".join([name, *options] if options else [name, "plain"]),
+            marks=[pytest.mark.sweep] if options and name not in shown else [],
+        )
         for name, options in found
     ]
 

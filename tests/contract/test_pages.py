@@ -16,6 +16,7 @@ from placement.devices.memory import Direction
 from placement.storage.pages import Behind, ChunkPool, Page, Pages, Side, fill
 from placement.testing import InjectedFault
 from tests.support.late_device import LateDevice
+from tests.support.sweeps import diagonal
 
 CHUNK, TAIL, USED_TAIL = 8192, 4096, 4088
 SIZES = (CHUNK, TAIL)
@@ -162,8 +163,10 @@ def failures(device: LateDevice, run: Callable[[], object]) -> Iterator[tuple[st
             yield operation, at + 1
 
 
-@pytest.mark.parametrize("side", [Side.HOST, Side.DEVICE], ids=["host", "device"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    ("name", "side"),
+    diagonal(OPERATIONS.keys(), {"host": Side.HOST, "device": Side.DEVICE}),
+)
 def test_every_state_can_be_settled_after_an_operation_of_which_each_call_failed(
     name: str, side: Side, counted: Callable[[str], None]
 ) -> None:

@@ -16,6 +16,7 @@ from placement.devices.memory import Addresses, Chunk, Mark
 from placement.group import StoreGroup
 from placement.testing import InjectedFault, assert_nothing_resident
 from tests.contract.test_swap import AFTER, BEFORE, CHUNK, PAGE, Scene, Watched
+from tests.support.sweeps import diagonal
 
 BATCH = 4
 """Chunks of which the copies are waited for together."""
@@ -176,8 +177,9 @@ def test_a_complaint_brings_everything_back_and_asks_the_driver_for_nothing(
     scene.end()
 
 
-@pytest.mark.parametrize("operation", ["map", "copy", "sync"])
-@pytest.mark.parametrize("kind", ["readonly", "strict"])
+@pytest.mark.parametrize(
+    ("operation", "kind"), diagonal(["map", "copy", "sync"], ["readonly", "strict"])
+)
 def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(
     kind: str, operation: str
 ) -> None:

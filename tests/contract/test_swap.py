@@ -24,6 +24,7 @@ from placement.storage.transfer.exchange import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.contract import growing
 from tests.faults.harness import calls_to_fail
+from tests.support.sweeps import diagonal
 from tests.support.worker import GPU, OFF, Turns, assert_same
 
 PAGE = 4096
@@ -149,23 +150,25 @@ SIDES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     ),
     "one stays": ({"a": 6 * CHUNK, "s": 3 * CHUNK}, {"b": 6 * CHUNK, "s": 3 * CHUNK}),
 }
-every_side = pytest.mark.parametrize(("before", "after"), SIDES.values(), ids=SIDES.keys())
 
 
 # --- memory
 
 
-@every_side
-@pytest.mark.parametrize(
-    ("window", "has_more"),
-    [(WINDOW * CHUNK, False), (0, True), (PAGE, True)],
-    ids=["window", "the device has more", "and a page"],
-)
+ROOMS = {
+    "window": (WINDOW * CHUNK, False),
+    "the device has more": (0, True),
+    "and a page": (PAGE, True),
+}
+
+
+@pytest.mark.parametrize(("sides", "room"), diagonal(SIDES, ROOMS))
 def test_the_peak_is_the_larger_side_and_the_window(
-    before: dict[str, int], after: dict[str, int], window: int, has_more: bool
+    sides: tuple[dict[str, int], dict[str, int]], room: tuple[int, bool]
 ) -> None:
     """Where the device has more than the budget, nothing but the count of bytes stops an
     exchange."""
+    (before, after), (window, has_more) = sides, room
     budget = max(side(before), side(after)) + window
     scene = Scene(before, after, budget, capacity_bytes=8 * budget if has_more else 0)
     for _ in range(2):
@@ -231,26 +234,23 @@ def test_with_a_window_the_link_has_work_both_ways_from_the_start() -> None:
 # --- failures
 
 FAILING = {name: SIDES[name] for name in ("tails", "three for two", "one stays")}
-every_failing = pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
+FAULTS = {
+    **{
+        f"{operation}-{window}": (operation, False, window)
+        for operation in ("create", "map", "copy", "sync")
+        for window in (0, WINDOW)
+    },
+    "create-forever": ("create", True, WINDOW),
+}
 
 
-@pytest.mark.parametrize(
-    ("operation", "forever", "window"),
-    [
-        *(
-            (each, False, window)
-            for each in ("create", "map", "copy", "sync")
-            for window in (0, WINDOW)
-        ),
-        ("create", True, WINDOW),
-    ],
-)
-@every_failing
+@pytest.mark.parametrize(("fault", "sides"), diagonal(FAULTS, FAILING))
 def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
-    before: dict[str, int], after: dict[str, int], operation: str, forever: bool, window: int
+    fault: tuple[str, bool, int], sides: tuple[dict[str, int], dict[str, int]]
 ) -> None:
-    """`forever`: the driver gives nothing more from some chunk on, as when another process was
+    """For ever: the driver gives nothing more from some chunk on, as when another process was
     faster. Going back asks it for nothing."""
+    (operation, forever, window), (before, after) = fault, sides
     budget = max(side(before), side(after)) + window * CHUNK
     survey = Scene(before, after, budget)
     with survey.manager.phase(BEFORE) as phase:
@@ -339,6 +339,7 @@ def test_a_burst_grows_under_the_last_ones_copies_and_crosses_ranges() -> None:
 COUNTS = st.sampled_from([1, 2, 9, 17, 30])
 
 
+@pytest.mark.sweep  # the sizes above, drawn
 @settings(max_examples=100 if os.environ.get("SWEEP") == "all" else 5, deadline=None)
 @given(
     counts=st.tuples(COUNTS, COUNTS),

@@ -100,6 +100,8 @@ MODES: dict[str, Inside[Any]] = {
     "functionalize": transformed(torch.func.functionalize),
     "all at once": under(all_at_once),
 }
+SHOWN = ("inference_mode", "default device", "dispatch mode", "vmap", "functionalize")
+"""The others run in CI alone, and here all of them together, as "streamed"."""
 every_mode = pytest.mark.parametrize("inside", MODES.values(), ids=MODES.keys())
 
 
@@ -193,8 +195,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
 
 @pytest.mark.parametrize(
     ("inside", "streams"),
-    [*((each, False) for each in MODES.values()), (MODES["all at once"], True)],
-    ids=[*MODES, "streamed"],
+    [
+        *(
+            pytest.param(inside, False, id=name, marks=[] if name in SHOWN else [pytest.mark.sweep])
+            for name, inside in MODES.items()
+        ),
+        pytest.param(MODES["all at once"], True, id="streamed"),
+    ],
 )
 def test_every_byte_is_what_it_is_outside_the_mode(
     inside: Inside[Any], streams: bool, plain: tuple[list[Any], Path], tmp_path: Path

@@ -224,7 +224,10 @@ def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(
     )
 
 
-@pytest.mark.parametrize("ending", ["", "signal.raise_signal(signal.SIGTERM)"])
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param("", marks=pytest.mark.sweep), "signal.raise_signal(signal.SIGTERM)"],
+)
 def test_the_process_may_end_while_threads_are_at_work(programs: Programs, ending: str) -> None:
     program = f"""
 import signal, sys, threading, time

@@ -14,6 +14,7 @@ import torch
 from placement import Engine, EngineError, Manager, TorchEngine, checkpoint
 from placement.engines import Follower
 from placement.testing import assert_nothing_resident
+from tests.support.sweeps import diagonal
 from tests.support.worker import Worker, assert_same, make_manager, net, trained
 
 
@@ -84,8 +85,7 @@ def assert_served(worker: Worker, engine: Any) -> None:
             assert_same(copy.deepcopy(found), dict(worker.actor.state_dict()))
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("how", ["load", "part", "in a phase"])
+@pytest.mark.parametrize(("how", "kind"), diagonal(["load", "part", "in a phase"], ENGINES.keys()))
 def test_an_engine_generates_only_with_the_weights_of_the_checkpoint(
     how: str, kind: str, tmp_path: Path
 ) -> None:

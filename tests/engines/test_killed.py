@@ -21,6 +21,7 @@ from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job
 from tests.engines.standin import CAPACITY, TAG_BYTES, Reply, Sglang0523, Vllm033
 from tests.group.processes import Process, Processes
+from tests.support.sweeps import diagonal
 from tests.support.worker import assert_same
 
 WHAT_TO_DO = (
@@ -166,8 +167,10 @@ def test_one_that_is_killed_asleep_and_comes_back_awake(kind: Any, begin: Any) -
     job.expect_works()
 
 
-@every_kind
-@pytest.mark.parametrize("moment", ["waking", "falling asleep", "awake"])
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    diagonal(["waking", "falling asleep", "awake"], {"vllm": Vllm, "sglang": Sglang}),
+)
 def test_one_that_is_killed_while_it_has_memory(kind: Any, moment: str, begin: Any) -> None:
     job = begin(kind)
     if moment == "waking":

@@ -26,6 +26,7 @@ from placement.core import interrupts
 from tests.faults.harness import FaultyWorker, check_left, check_sound
 from tests.faults.test_streamed_step import Job
 from tests.support.early import Foresight
+from tests.support.sweeps import few
 
 pytestmark = pytest.mark.leaves_behind(
     "each of many cases is looked at by the harness when it ends"
@@ -229,7 +230,13 @@ def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.timeout(3600 if IS_WHOLE else 600)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation",
+    few(
+        OPERATIONS,
+        *("entry", "switch", "register", "streamed_step"),
+    ),
+)
 def test_interrupted_at_lines(
     operation: str, swallowed: list[Any], counted: Callable[[str], None]
 ) -> None:
@@ -266,6 +273,7 @@ def test_interrupted_at_lines(
     counted(f"{operation}: SIGINT at {cases} lines, 0 inconsistent")
 
 
+@pytest.mark.sweep
 def test_a_second_one_is_raised_at_once(
     swallowed: list[Any], counted: Callable[[str], None]
 ) -> None:

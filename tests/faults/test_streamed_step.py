@@ -149,12 +149,15 @@ class Job:
         assert_same(self.handle.state_dict(), self.other.state_dict())
 
 
+CASES = [
+    *(("first step", operation) for operation in ("reserve", "copy", "sync")),
+    *(("step in slices", operation) for operation in ("map", "copy", "sync")),
+]
+
+
 @pytest.mark.parametrize(
     ("when", "operation"),
-    [
-        *(("first step", each) for each in ("reserve", "copy", "sync")),
-        *(("step in slices", each) for each in ("map", "copy", "sync")),
-    ],
+    [pytest.param(*case, marks=pytest.mark.sweep if case in CASES[-2:] else ()) for case in CASES],
 )
 @pytest.mark.parametrize(
     "forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"]

@@ -24,6 +24,7 @@ from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
 from tests.support.early import Early
+from tests.support.sweeps import few
 
 transformers = pytest.importorskip("transformers")
 
@@ -270,7 +271,14 @@ def forecast(case: Case) -> placement.Forecast:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        CASES,
+        *("PPO, resident, a budget", "weights are streamed", "the optimizer in its step"),
+        "GRPO, colocated",
+    ),
+)
 def test_a_forecast_is_what_the_manager_measures(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounter
 
 from placement import Manager, NotResidentError
 from placement.testing import assert_nothing_resident
+from tests.support.sweeps import diagonal
 from tests.support.worker import assert_same, batch, learn, make_manager, net
 
 Call = Callable[[torch.Tensor], Any]
@@ -128,17 +129,15 @@ def assert_guarded(
     assert_nothing_resident(manager)
 
 
-@pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
 @pytest.mark.parametrize(
-    ("root", "when"),
-    [
-        ("block", "after"),
-        ("block", "before"),
-        ("block", "while offloaded"),
-        ("sequential", "called before"),
-    ],
+    ("when", "form"),
+    diagonal(
+        ["after", "before", "while offloaded", "called before"],
+        ["wrapper", "in place", "function", "function of forward"],
+    ),
 )
-def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, when: str) -> None:
+def test_a_compiled_model_is_refused_and_compiled_once(form: str, when: str) -> None:
+    root = "sequential" if when == "called before" else "block"
     counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
     with torch.no_grad():
         wanted = model(batch())

@@ -11,6 +11,7 @@ import pytest
 
 from tests.group.processes import Processes
 from tests.support.ranks import Ranks
+from tests.support.sweeps import few
 
 _generations = itertools.count(1000)
 
@@ -36,7 +37,7 @@ def three() -> Iterator[Ranks]:
     started.close()
 
 
-@pytest.fixture(params=["two_ranks", "three"])
+@pytest.fixture(params=few(["two_ranks", "three"], "three"))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     found: Ranks = request.getfixturevalue(request.param)
     return found

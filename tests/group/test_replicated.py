@@ -29,6 +29,7 @@ from tests.group.tuned_worker import Rank as Tuning
 from tests.sharded.one_of_each import mesh, net
 from tests.sharded.training import bytes_of, device_of
 from tests.support.ranks import Ranks, group_of_all, on_ranks
+from tests.support.sweeps import few
 
 
 def check_shares(seen: list[dict[str, Any]], chunk_bytes: int = 0) -> None:
@@ -113,6 +114,7 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
     assert "rank 1: is about to enter log_prob" in first["something else"]
 
 
+@pytest.mark.sweep
 def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
     two_ranks: Ranks, generation: int
 ) -> None:
@@ -121,7 +123,7 @@ def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", few([0, 1], 1))
 def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
     three: Ranks, generation: int, failing: int, counted: Callable[[str], None]
 ) -> None:
@@ -165,6 +167,7 @@ def test_one_rank_leaves(generation: int) -> None:
         rank.check_host_copy()
 
 
+@pytest.mark.sweep
 def test_a_rank_dies_while_all_load() -> None:
     entering = {
         (2, "before put vote"): False,
@@ -268,7 +271,11 @@ def test_what_one_rank_writes_into_a_state_dict_of_a_readonly_one_is_its_own(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+    few(
+        [{}, {"policy": "cyclic"}, {"policy": "resident"}, {"verify": "always"}],
+        {},
+        {"policy": "cyclic"},
+    ),
     ids=["colocated", "cyclic", "resident", "verified"],
 )
 def test_training_with_one_host_copy_of_what_is_frozen(
@@ -285,7 +292,7 @@ def test_training_with_one_host_copy_of_what_is_frozen(
             assert each["to_host"] == 0
 
 
-@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("on", few([[0], [1], [0, 1]], [1], [0, 1]))
 def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(
     two_ranks: Ranks, generation: int, on: list[int]
 ) -> None:
@@ -414,6 +421,7 @@ def test_a_rank_without_memory_for_a_copy_of_its_own_keeps_its_values(generation
     rank.end()
 
 
+@pytest.mark.sweep
 def test_device_calls_may_fail_while_frozen_weights_change(
     two_ranks: Ranks, generation: int, counted: Callable[[str], None]
 ) -> None:
@@ -454,6 +462,7 @@ def test_what_cannot_come_back_is_offloaded_and_stays_shared(generation: int, at
 # --- a part of the group
 
 
+@pytest.mark.sweep
 def test_ranks_of_a_mesh_that_replicates_share_their_shards(generation: int) -> None:
     four = Ranks(4)
     seen = four.run(part_worker.hybrid, generation, "cpu")

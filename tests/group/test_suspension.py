@@ -20,6 +20,7 @@ from placement.testing import assert_nothing_resident
 from tests.group.manager_ranks import Rank, meet, ranks_of
 from tests.group.processes import Process, Processes, StoreService
 from tests.group.suspension_processes import CHUNKS, Job, Other, post
+from tests.support.sweeps import few
 from tests.support.threads import on_all, until
 
 WORLD = 4
@@ -375,7 +376,7 @@ def test_four_processes_suspend_when_one_is_asked(
     assert len({rank.answer() for rank in ranks}) == WORLD
 
 
-@pytest.mark.parametrize("is_suspended", [False, True])
+@pytest.mark.parametrize("is_suspended", few([False, True], True))
 def test_a_killed_rank_stops_nobody(
     processes: Processes, store: StoreService, tmp_path: Path, is_suspended: bool
 ) -> None:

@@ -24,7 +24,6 @@ from tests.support import causal_models
 from tests.support.frameworks import needs
 from tests.support.huggingface import tensors_in
 from tests.support.seeds import seed
-from tests.support.sweeps import few
 from tests.support.worker import OFF, make_manager
 
 needs("transformers")
@@ -164,6 +163,7 @@ def problems(makers: dict[str, Callable[[], Any]], **inputs: Any) -> dict[str, o
     return {name: problem for name, problem in found.items() if problem}
 
 
+@pytest.mark.sweep
 def test_models_unlike_others() -> None:
     assert problems({name: partial(causal_models.build, name) for name in UNLIKE_OTHERS}) == {}
 
@@ -172,7 +172,8 @@ def in_half_precision(name: str) -> Any:
     return causal_models.build(name).half()
 
 
-@pytest.mark.parametrize("names", few([DIVERGING, MORE_DIVERGING], DIVERGING), ids=["few", "more"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("names", [DIVERGING, MORE_DIVERGING], ids=["few", "more"])
 def test_models_that_diverge(names: tuple[str, ...]) -> None:
     """AdamW's epsilon is zero in float16, so the first step makes most weights NaN."""
     makers = {name: partial(in_half_precision, name) for name in names}
@@ -221,6 +222,7 @@ def can_merge(tuner: str) -> bool:
     return True
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:::peft.*", "ignore:::transformers.*")
 @part_of(8)
 def test_all_tuners(part: slice, counted: Callable[[str], None]) -> None:

@@ -1,5 +1,5 @@
 """The demo through its command line: a managed run leaves nothing behind and computes what an
-unmanaged run computes."""
+unmanaged run computes. Also its loop under torchrun."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import contextlib
 import io
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import pytest
 import torch
 
 from placement.cli import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -113,3 +119,31 @@ def test_example_worker_runs_and_learns() -> None:
     losses = run_example()
     assert len(losses) == 3
     assert all(map(math.isfinite, losses)), "NaN: something was read while it was offloaded"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # three fresh interpreters on a machine with other work
+def test_the_loop_under_torchrun() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "examples/torchrun_grpo.py",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0 bytes left on the device") == 2 * 3
+    # no more: the ranks share a pipe, and their lines may touch
+    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)
+    assert len(weights) == 2
+    assert len({digest for _, digest in weights}) == 1

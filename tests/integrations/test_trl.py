@@ -1,15 +1,13 @@
 """TRL's trainers under placement against TRL's own: the same rewards, losses and weights, bit for
 bit, and an empty device.
 
-Also over several runs, on two ranks, after exceptions, and with a vLLM in this process as a handle:
-that engine is a stand-in, and TRL's own code around it is the real one.
+Also over several runs, after exceptions, and with a vLLM in this process as a handle: that engine
+is a stand-in, and TRL's own code around it is the real one. On two ranks: test_trl_ranks.py.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import placement
 from placement import Manager, NotResidentError, RegistrationError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines import standin
@@ -28,7 +23,6 @@ from tests.integrations.standin_llm import GeneratingLLM
 from tests.support import huggingface as hf
 from tests.support.buckets import set_bucket_bytes
 from tests.support.frameworks import needs
-from tests.support.ranks import on_ranks
 from tests.support.sweeps import few
 
 needs("accelerate")
@@ -222,7 +216,7 @@ def only_a_layer_learns(folder: str) -> Any:
         pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.sweep),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
-        ("colocated('streamed')", {}),
+        pytest.param("colocated('streamed')", {}, marks=pytest.mark.sweep),
     ],
 )
 def test_actor_and_reference_that_do_not_fit_together(
@@ -253,6 +247,7 @@ def test_actor_and_reference_that_do_not_fit_together(
         pytest.param(
             {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
             id="reference synced",
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             {"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"
@@ -379,6 +374,7 @@ def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) 
     assert_nothing_resident(ours.manager)
 
 
+@pytest.mark.sweep
 def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
     """TRL's own one resumes from what the placed one has saved, and the other way round."""
     manager = manager_for()
@@ -424,6 +420,7 @@ def generating(event: str) -> Any:
     return Sampler()
 
 
+@pytest.mark.sweep
 def test_callbacks_that_generate_after_an_evaluation(folder: str, tmp_path: Path) -> None:
     changes = {**SAVING, "max_steps": 2, "eval_on_start": True}
     events = ("on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end")
@@ -437,9 +434,10 @@ def test_callbacks_that_generate_after_an_evaluation(folder: str, tmp_path: Path
     assert all(callback.calls > 1 for callback in callbacks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
-    few(["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"], "PrefixTuningConfig"),
+    ["PromptTuningConfig", "PrefixTuningConfig", "ShiraConfig"],
 )
 def test_adapters_whose_savers_read_past_the_state_dict(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -474,6 +472,7 @@ def _on_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_on_16_mib")
 def test_after_training_a_script_goes_on_as_with_trl(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -572,56 +571,6 @@ def test_a_trainer_made_without_init(kind: str) -> None:
         assert "placement" not in str(last.path), f"{method}: {raised.value}"
 
 
-# --- DistributedDataParallel
-
-
-@on_ranks("two_ranks")
-def test_two_ranks(folder: str, tmp_path: Path) -> None:
-    """Gradients lie in the reducer's buckets, which leave the device with the model. The ranks
-    change phase together."""
-    os.environ["CI"] = "1"  # TRL sends telemetry otherwise
-    warnings.simplefilter("ignore")
-    store = dist.PrefixStore("trl", dist.distributed_c10d._get_default_store())
-    group = placement.group.StoreGroup(store, dist.get_rank(), dist.get_world_size())
-    device = SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096)
-    manager = placement.Manager(device=device, group=group, phases=placed.PHASES)
-    each: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
-    each |= {
-        "max_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "ddp_backend": "gloo",
-        "ddp_find_unused_parameters": False,
-    }
-    trainers = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, manager, **each)
-    assert_nothing_resident(manager)  # the reducer's buckets included
-    manager.close()
-    assert trainers[0].state.global_step == 3
-    assert {type(trainer.model_wrapped) for trainer in trainers} == {DistributedDataParallel}
-
-
-@on_ranks("two_ranks")
-def test_two_ranks_without_a_manager_train_twice(folder: str, tmp_path: Path) -> None:
-    os.environ.update(CI="1", PLACEMENT_DEVICE="simulated:16MiB")
-    warnings.simplefilter("ignore")
-    each = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
-    trainers = []
-    for cls in (trl.GRPOTrainer, placed.PlacedGRPOTrainer):
-        config = grpo_config(tmp_path / cls.__name__, max_steps=1, **each)
-        trainers.append(make(cls, config, folder, eval_dataset=hf.prompts()))
-        train(trainers[-1])
-        trainers[-1].evaluate()
-        train(trainers[-1])
-    own, ours = trainers
-    assert_same(ours, own)
-    assert not ours.manager.handles
-
-
 # --- what fails
 
 
@@ -658,6 +607,7 @@ def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: 
     assert_same(ours, own)
 
 
+@pytest.mark.sweep
 def test_an_interrupt_in_a_reward_function(folder: str, tmp_path: Path) -> None:
     """In the second backward pass of a step, with gradients of the first. TRL's own trainer,
     treated alike, says how it goes on."""
@@ -825,6 +775,7 @@ def test_vllm_that_sleeps(
     ]
 
 
+@pytest.mark.sweep
 def test_vllm_that_does_not_sleep(
     folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
 ) -> None:

@@ -133,9 +133,10 @@ def test_every_run_keeps_every_property(
 @pytest.mark.parametrize(
     "defines",
     [
-        {"RANKS": 2, "CHANGES": 2},
+        pytest.param({"RANKS": 2, "CHANGES": 2}, marks=pytest.mark.sweep),
         {"RANKS": 3, "CHANGES": 1},
-        {"FAILS": 0},  # and they do not fail where nothing fails
+        # and they do not fail where nothing fails
+        pytest.param({"FAILS": 0}, marks=pytest.mark.sweep),
         pytest.param({"RANKS": 3, "CHANGES": 2}, marks=slow),
         pytest.param({"RANKS": 4, "CHANGES": 1}, marks=slow),
     ],
@@ -178,13 +179,13 @@ DEATH, SKIPPED = (
         # epoch behind
         (BARRIER, SKIPPED, "BEHIND", "meet"),
         # it passes over one more, without looking whether that has ended
-        (BARRIER, SKIPPED, "TWICE", "invalid end state"),
+        pytest.param(BARRIER, SKIPPED, "TWICE", "invalid end state", marks=pytest.mark.sweep),
         # votes do not name their stage, so votes for two stages add up to COMMIT
         (STAGES, {"FAILS": 0}, "NAMELESS", "smooth"),
         # a rank without engines to load ends while others go on
-        (STAGES, {"FAILS": 0}, "OWN", "invalid end state"),
+        pytest.param(STAGES, {"FAILS": 0}, "OWN", "invalid end state", marks=pytest.mark.sweep),
         # engines are loaded together with the other handles
-        (STAGES, {"FAILS": 0}, "AT_ONCE", "room"),
+        pytest.param(STAGES, {"FAILS": 0}, "AT_ONCE", "room", marks=pytest.mark.sweep),
     ],
 )
 def test_each_shortcut_is_refuted(

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -207,4 +208,10 @@ class _Unregistered:
     is_built = False
 
 
+class FurtherMachine(ManagerMachine):
+    """With another name hypothesis draws other programs."""
+
+
 TestManager = ManagerMachine.TestCase
+TestManager.settings = settings(max_examples=max(1, settings().max_examples // 3))
+TestFurther = pytest.mark.sweep(FurtherMachine.TestCase)

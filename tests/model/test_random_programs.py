@@ -278,12 +278,15 @@ class Program:
             assert_same(placed.state_dict(), free.state_dict())
 
 
-@pytest.mark.timeout(3000 if IS_SWEEP else 600)
-@settings(
-    max_examples=8000 if IS_SWEEP else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+drawn = given(
+    steps=STEPS,
+    optimizer_in=st.sampled_from(["train", "streamed"]),
+    memory=st.sampled_from(MEMORY),
+    bucket_chunks=st.sampled_from([1, 3]),
 )
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(
     steps=[
         ("train", {}, [("step", 0)]),
@@ -306,15 +309,28 @@ class Program:
     memory=(None, 84),
     bucket_chunks=1,
 )
-@given(
-    steps=STEPS,
-    optimizer_in=st.sampled_from(["train", "streamed"]),
-    memory=st.sampled_from(MEMORY),
-    bucket_chunks=st.sampled_from([1, 3]),
-)
+@drawn
 def test_random_programs_compute_the_same_bits(
     steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
 ) -> None:
+    run(steps, optimizer_in, memory, bucket_chunks)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000 if IS_SWEEP else 600)
+@settings(
+    max_examples=8000 if IS_SWEEP else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@drawn
+def test_further_random_programs_do(
+    steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int
+) -> None:
+    run(steps, optimizer_in, memory, bucket_chunks)
+
+
+def run(steps: list[Step], optimizer_in: OptimizerIn, memory: Memory, bucket_chunks: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         program = Program(folder, optimizer_in, memory, bucket_chunks)
         for step in steps:

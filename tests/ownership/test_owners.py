@@ -107,7 +107,14 @@ def history(lend: Lend, zero: str, policy: str | None) -> list[bytes]:
 @pytest.mark.parametrize(
     ("lent", "zero"),
     [
-        pytest.param(lent, zero, marks=swap_only if (lent, zero) in OF_A_VIEWED_GRADIENT else ())
+        pytest.param(
+            lent,
+            zero,
+            marks=[
+                *([swap_only] if (lent, zero) in OF_A_VIEWED_GRADIENT else []),
+                *([pytest.mark.sweep] if zero != "before" else []),
+            ],
+        )
         for lent in LENT
         for zero in ("before", "after", "to zeros")
         if zero == "before" or "gradient" in lent

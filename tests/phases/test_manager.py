@@ -239,7 +239,11 @@ def test_the_device_is_told_whether_its_memory_was_portioned_out(
 
 
 @pytest.mark.parametrize(
-    "device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"]
+    "device",
+    [
+        pytest.param(None, id="a device each", marks=pytest.mark.sweep),
+        pytest.param(SimulatedDevice(1 << 20), id="one device"),
+    ],
 )
 def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
     def come_and_go() -> None:

@@ -174,9 +174,14 @@ with manager.phase("train"):
 @pytest.mark.parametrize(
     ("code", "status", "error"),
     [
-        ("manager.enter('train'); held = actor.state_dict()", 0, ""),
+        pytest.param(
+            *("manager.enter('train'); held = actor.state_dict()", 0, ""), marks=pytest.mark.sweep
+        ),
         ("with manager.phase('train'): sys.exit(3)", 3, ""),
-        ("manager.enter('train'); raise ValueError('mine')", 1, "ValueError: mine"),
+        pytest.param(
+            *("manager.enter('train'); raise ValueError('mine')", 1, "ValueError: mine"),
+            marks=pytest.mark.sweep,
+        ),
         (
             (
                 "ready = threading.Event()\n"
@@ -188,7 +193,10 @@ with manager.phase("train"):
             6,
             "",
         ),
-        ("import atexit\natexit.register(lambda: print(manager.audit().ok))", 0, ""),
+        pytest.param(
+            *("import atexit\natexit.register(lambda: print(manager.audit().ok))", 0, ""),
+            marks=pytest.mark.sweep,
+        ),
         (
             (
                 "manager.me = manager; actor.me = actor; model.me = [model]; del manager, actor, "

@@ -30,6 +30,7 @@ from tests.support.early import wait_for_copies
 from tests.support.threads import on_all
 
 MIB = 1 << 20
+sweep = pytest.mark.sweep
 RATE = 1e7  # bytes a second, of the clock below
 GRPO = ("rollout", "log_prob", "train", "weight_sync")
 PARTS = {"weights": MIB, "kv_cache": 3 * MIB}
@@ -200,13 +201,19 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
 @pytest.mark.parametrize(
     ("job", "proposed"),
     [
-        pytest.param({}, "cyclic", id="everything fits"),
-        pytest.param({"is_one_phase": True}, "cyclic", id="one phase stays open"),
+        pytest.param({}, "cyclic", id="everything fits", marks=sweep),
+        pytest.param({"is_one_phase": True}, "cyclic", id="one phase stays open", marks=sweep),
         pytest.param(
-            {"cycle": PPO, "has_critic": True, "budget_bytes": 15 * MIB}, "cyclic", id="some fit"
+            {"cycle": PPO, "has_critic": True, "budget_bytes": 15 * MIB},
+            "cyclic",
+            id="some fit",
+            marks=sweep,
         ),
         pytest.param(
-            {"only": {"log_prob": ["actor"], "train": ["actor"]}}, "cyclic", id="phases with only"
+            {"only": {"log_prob": ["actor"], "train": ["actor"]}},
+            "cyclic",
+            id="phases with only",
+            marks=sweep,
         ),
         pytest.param(
             {
@@ -218,11 +225,14 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
             id="early bytes have only the room that is left",
         ),
         pytest.param({"engine_kind": "tagged"}, "cyclic", id="an engine"),
-        pytest.param({"engine_kind": "torch"}, "cyclic", id="an engine of plain modules"),
+        pytest.param(
+            {"engine_kind": "torch"}, "cyclic", id="an engine of plain modules", marks=sweep
+        ),
         pytest.param(
             {"engine_kind": "tagged", "policy": "colocated(stream_sync=True)"},
             "cyclic",
             id="a streamed weight sync",
+            marks=sweep,
         ),
         pytest.param(
             {"policy": "cyclic(idle='empty')"}, "cyclic(idle='keep')", id="empty outside phases"

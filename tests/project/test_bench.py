@@ -41,6 +41,10 @@ PEERS = {
 }
 
 
+SHOWN = ("grpo_step", "swap", "phase_overhead", "publish")
+"""The others run in CI: what is common to them is shown by these."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _whole_packages() -> Iterator[None]:
     """The benchmarks load parts of their peers by themselves; whoever imports a peer afterwards
@@ -71,7 +75,12 @@ def file_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in run.LIMITS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow])
+        if name in SLOW
+        else pytest.param(name, marks=[] if name in SHOWN else [pytest.mark.sweep])
+        for name in run.LIMITS
+    ],
 )
 def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     content = file_of(name)
@@ -131,6 +140,7 @@ def test_the_mirror_of_an_engine_is_compared_with_the_kernel(tmp_path: Path) -> 
     assert found["bit-exact"] == 1
 
 
+@pytest.mark.sweep
 def test_a_model_is_trained_with_the_same_losses_in_every_system(tmp_path: Path) -> None:
     from bench import one_gpu
 

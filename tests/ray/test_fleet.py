@@ -1,5 +1,4 @@
-"""A fleet of two workers: phases for all of them, what fails in between, and the examples with
-several ranks.
+"""A fleet of two workers: phases for all of them, what fails in between, and the demo on Ray.
 
 One job for the whole file, because a process that imports torch takes seconds to start: each test
 leaves the fleet outside every phase.
@@ -9,12 +8,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +19,10 @@ import placement.ray
 from placement.core.errors import GroupError, PhaseError
 
 WORLD = 2
-ROOT = Path(__file__).parents[2]
+
+
+pytestmark = pytest.mark.sweep
+"""A cluster takes longer to start than most folders of tests take: CI starts it once, for all."""
 
 
 @pytest.fixture(scope="module")
@@ -189,41 +187,9 @@ def test_a_method_that_leaves_the_fleets_phase(job: Any) -> None:
     assert_outside(job)
 
 
-# --- the examples: the demo's GRPO loop with several ranks
-
-
-@pytest.mark.sweep
 def test_the_loop_on_ray(ray: Any) -> None:
     from examples.ray_grpo import main
 
     weights = main(world_size=2, steps=2)
     assert [len(set(step)) for step in weights] == [1, 1]  # all workers have the same
     assert weights[0] != weights[1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)  # three fresh interpreters on a machine with other work
-def test_the_loop_under_torchrun() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "examples/torchrun_grpo.py",
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("0 bytes left on the device") == 2 * 3
-    # no more: the ranks share a pipe, and their lines may touch
-    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)
-    assert len(weights) == 2
-    assert len({digest for _, digest in weights}) == 1

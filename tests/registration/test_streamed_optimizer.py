@@ -19,6 +19,7 @@ from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.buckets import set_bucket_bytes
 from tests.support.frameworks import new_accelerator
+from tests.support.sweeps import few
 from tests.support.worker import OFF, assert_same
 
 CHUNK = 16 << 10
@@ -176,7 +177,18 @@ if hasattr(torch.optim, "Muon"):
     STEPPED["Muon"] = muon
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        STEPPED,
+        "AdamW",
+        "AdamW, several groups",
+        "Adam, amsgrad, foreach",
+        "SGD, nesterov, foreach",
+        "Rprop",
+        *(["Muon"] if "Muon" in STEPPED else []),
+    ),
+)
 def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     """Parameters without a gradient in some steps, whose state is born late or never, and one that
     is stepped slice by slice."""
@@ -197,7 +209,9 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     assert all(handle.state is OFF for handle in pair.manager.handles.values())
 
 
-@pytest.mark.parametrize(("make", "width"), [(adamw, 48), (muon, 200)])
+@pytest.mark.parametrize(
+    ("make", "width"), [(adamw, 48), pytest.param(muon, 200, marks=pytest.mark.sweep)]
+)
 def test_the_device_holds_the_model_and_a_window_at_most(make: Any, width: int) -> None:
     # last chunks of several sizes; pieces larger than a bucket
     shapes = [(WIDTH, width), (width, WIDTH)] * 12 + [(WIDTH, WIDTH)] * 5
@@ -340,7 +354,11 @@ def learn_with(accelerator: Any, net: Any, wrapper: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["plain", "scheduled inside", "scheduled outside", "scaled", "scaled and stepped before"]
+    "way",
+    few(
+        ["plain", "scheduled inside", "scheduled outside", "scaled", "scaled and stepped before"],
+        "scaled and stepped before",
+    ),
 )
 def test_steps_through_accelerates_wrapper_are_streamed(way: str) -> None:
     """Every other batch only adds to the gradients: then the wrapper's step does nothing."""

@@ -21,6 +21,7 @@ from placement import checkpoint
 from placement.checkpoint import files
 from placement.testing import assert_nothing_resident
 from tests.support.programs import Programs
+from tests.support.sweeps import few
 from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, trained
 
 SECONDS = 30.0
@@ -255,7 +256,7 @@ DROPPED: dict[str, Callable[[Worker], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("what", DROPPED)
+@pytest.mark.parametrize("what", few(DROPPED, "manager", "engine", "hold around", "__del__"))
 def test_what_is_collected_on_the_writing_thread_does_not_wait_there(
     what: str, busy: Busy, tmp_path: Path
 ) -> None:
@@ -358,7 +359,7 @@ CALLS: dict[str, Callable[[Worker, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", few(CALLS, "async_save", "another's result", "load", "close"))
 def test_a_callback_of_a_save_may_make_any_call_while_a_phase_ends(
     call: str, busy: Busy, tmp_path: Path
 ) -> None:

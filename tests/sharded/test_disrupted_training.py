@@ -206,12 +206,9 @@ CASES = [(script, name) for script, names in SCRIPTS.items() for name in names]
     "case",
     few(
         CASES,
-        (forward_raises, "fsdp2"),
         (forward_raises, "fsdp1_original"),
         (backward_raises, "fsdp2"),
-        (graph_over_a_transition, "fsdp2"),
         (graph_over_a_transition, "ddp"),
-        (left_for_good, "fsdp2"),
     ),
     ids=[f"{script.__name__}-{name}" for script, name in CASES],
 )

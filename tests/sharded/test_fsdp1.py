@@ -158,7 +158,7 @@ BOTH = pytest.mark.parametrize("variant", [ORIGINAL, FLAT], ids=["original", "fl
 
 @pytest.mark.parametrize(
     "name",
-    few(VARIANTS, "original-full", "original-accumulating", "flat-half", "flat-no_shard"),
+    few(VARIANTS, "original-full", "flat-half"),
 )
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, VARIANTS[name].program):

@@ -52,9 +52,6 @@ PROGRAMS = {
     few(
         PROGRAMS,
         "uneven, tied, adapters",
-        "parameters and gradients as state",
-        "gradients not reduced",
-        "two dimensions",
         "within tensor parallel",
     ),
 )
@@ -101,6 +98,7 @@ def test_host_memory_is_reserved_for_what_a_rank_holds() -> None:
 # known
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_where_storages_cannot_be_swapped() -> None:
     can_swap = base.can_swap
@@ -229,9 +227,10 @@ def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
     return torch.compile(model, backend=counter), counter  # type: ignore[return-value]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("form", "called_before"),
-    [pytest.param("blocks", False, marks=pytest.mark.sweep), ("wrapper", True)],
+    [("blocks", False), ("wrapper", True)],
 )
 @on_ranks("two_ranks")
 def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(

@@ -21,6 +21,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.frameworks import Later, needs
 from tests.support.ranks import Ranks
+from tests.support.sweeps import few
 from tests.support.worker import make_manager
 
 peft = needs("peft")
@@ -301,7 +302,15 @@ def _numbers(model: Any) -> dict[str, Any]:
     return kept | {name: copy.deepcopy(each.to_dict()) for name, each in configs}
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *PLAIN_CHANGES])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [*CHANGES, *PLAIN_CHANGES],
+        *("hotswap", "padding", "weighted, svd", "load", "a state dict", "eva", "intruders"),
+        *("olora", "a module to save", "merge", "merge and unload", "the first adapter"),
+        *("a saved adapter", "injected"),
+    ),
+)
 def test_a_change_of_adapters_is_refused_as_a_whole_and_made_in_a_phase(
     name: str, tmp_path: Path
 ) -> None:

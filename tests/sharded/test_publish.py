@@ -32,11 +32,12 @@ from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    ("build", "streams"), diagonal(BUILDS.keys(), {"resident": False, "streamed": True})
+)
 def test_the_full_weights_of_the_plain_model(two_ranks: Ranks, build: str, streams: bool) -> None:
     found = two_ranks.run(worker.publish, build, streams)
     assert [each["external"] for each in found] == [build == "fsdp2_external"] * 2
@@ -47,6 +48,7 @@ def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
     one_rank.run(worker.publish, build, False)
 
 
+@pytest.mark.sweep
 def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks) -> None:
     for published in two_ranks.run(one_of_each.publish, "fsdp2", "cpu", False):
         one_of_each.check_published(published)
@@ -55,11 +57,11 @@ def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks) -> No
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
-        ("plain", None),
+        pytest.param("plain", None, marks=pytest.mark.sweep),
         ("fsdp2", torch.bfloat16),
-        ("fsdp2_external", None),
+        pytest.param("fsdp2_external", None, marks=pytest.mark.sweep),
         ("fsdp2_rows", None),
-        ("fsdp1_flat", None),
+        pytest.param("fsdp1_flat", None, marks=pytest.mark.sweep),
     ],
 )
 def test_the_device_holds_one_bucket_and_what_makes_one_weight(
@@ -198,12 +200,12 @@ def _changes(build: str, breaks: bool = False, streams: bool | None = None) -> l
 @pytest.mark.parametrize(
     ("build", "streams"),
     [
-        ("plain", None),
+        pytest.param("plain", None, marks=pytest.mark.sweep),
         ("plain", False),
-        ("fsdp2", None),
+        pytest.param("fsdp2", None, marks=pytest.mark.sweep),
         ("fsdp2", True),
         ("fsdp2_rows", None),
-        ("fsdp2_rows", False),
+        pytest.param("fsdp2_rows", False, marks=pytest.mark.sweep),
         ("fsdp2_external", None),
         ("fsdp1_flat", True),
     ],

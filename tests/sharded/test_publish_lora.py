@@ -136,7 +136,10 @@ def base_values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return wanted_of(Zoo().to(dtype))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    few(CONFIGS, "lora", "bias", "conv", "attention", "tied", "experts", "saved", "ia3", "adalora"),
+)
 def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
     for streams in (False, True):
         model = make(name)
@@ -292,7 +295,11 @@ MIXED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     "kinds",
-    [("lora", "lokr"), ("loha", "dora"), ("lora", "adalora"), ("oft", "lora", "lokr")],
+    few(
+        [("lora", "lokr"), ("loha", "dora"), ("lora", "adalora"), ("oft", "lora", "lokr")],
+        ("loha", "dora"),
+        ("oft", "lora", "lokr"),
+    ),
     ids="-".join,
 )
 def test_adapters_of_several_kinds_on_one_layer_as_peft_merges_them(kinds: Sequence[str]) -> None:
@@ -513,7 +520,8 @@ def test_merging_takes_one_layer_beside_the_bucket() -> None:
 # --- sharded over ranks
 
 
-@pytest.mark.parametrize("build", few(["fsdp2", "fsdp1_original", "fsdp1_flat"], "fsdp2"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original", "fsdp1_flat"])
 @on_ranks("two_ranks")
 def test_sharded_models_publish_what_the_whole_one_does(build: str) -> None:
     """Every mode, resident and streamed, before and after a forward that leaves the root unsharded,

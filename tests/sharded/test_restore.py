@@ -177,10 +177,6 @@ CASES: dict[str, tuple[Callable[[], training.Program], str]] = {
     few(
         CASES,
         "fsdp2",
-        "fsdp2, gradients not reduced",
-        "tensor parallel",
-        "fsdp1",
-        "ddp",
         "bitsandbytes",
     ),
 )
@@ -188,12 +184,10 @@ def test_trains_on(two_ranks: Ranks, name: str) -> None:
     assert all(two_ranks.run(trains_on, *CASES[name]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
-    few(
-        [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)],
-        megatron_worker.Kind(),
-    ),
+    [megatron_worker.Kind(), megatron_worker.Kind(is_distributed=False)],
     ids=str,
 )
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind) -> None:

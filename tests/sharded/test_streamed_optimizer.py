@@ -52,7 +52,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", few(PROGRAMS, "uneven, tied, adapters, foreach"))
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(compare_streamed, PROGRAMS[name]):
         assert outcome.resident_bytes["actor.optimizer"] == 0, "its state was loaded as a whole"

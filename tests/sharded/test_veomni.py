@@ -11,6 +11,7 @@ from placement import NotResidentError, PhaseError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training, veomni_worker
 from tests.support.ranks import Ranks, on_ranks
+from tests.support.sweeps import few
 from tests.support.worker import make_manager
 
 pytestmark = pytest.mark.skipif(
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("expert_parallel", few([1, 2], 2))
 def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_parallel: int) -> None:
     for outcome in two_ranks.run(
         training.compare, functools.partial(veomni_worker.build, expert_parallel)
@@ -29,7 +30,7 @@ def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_para
         assert outcome.resident_bytes["actor.optimizer"] >= 2 * 4 * experts
 
 
-@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("expert_parallel", few([1, 2], 2))
 @on_ranks("two_ranks")
 def test_no_state_is_made_up_for_parameters_or_optimizers_without_any(expert_parallel: int) -> None:
     """volcengine/verl#4916, offloading a `MultiOptimizer`: the draft asked the wrapper for

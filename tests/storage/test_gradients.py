@@ -200,7 +200,10 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
 
 @pytest.mark.parametrize(
     ("operation", "drops"),
-    [*((each, True) for each in ("create", "map", "copy", "sync")), ("copy", False)],
+    [
+        *((each, True) for each in ("create", "map", "copy", "sync")),
+        pytest.param("copy", False, marks=pytest.mark.sweep),
+    ],
 )
 def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(
     operation: str, drops: bool

@@ -17,15 +17,16 @@ from placement import IntegrityError, State
 from placement.devices import base
 from placement.storage import handing_back, layout
 from placement.testing import SimulatedDevice
+from tests.support.sweeps import diagonal, few
 from tests.support.worker import CAPACITY, assert_same, make_manager
 
 CAN_SWAP = base.can_swap()
 
 
-@pytest.fixture(params=["followed", "named"], autouse=True)
+@pytest.fixture(params=few(["followed", "named"], "followed"), autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test runs twice: as it is, and with a torch that cannot exchange the memory of
-    storages.
+    storages, which CI also has.
 
     There, and wherever an object goes from the device to the host, only those tensors follow that
     are named.
@@ -100,9 +101,10 @@ LETS_GO = {
 }
 
 
-@pytest.mark.parametrize("how", LETS_GO)
-@pytest.mark.parametrize("policy", ["colocated", "resident"])
-@pytest.mark.parametrize("loads_back", [False, True])
+@pytest.mark.parametrize(
+    ("how", "policy", "loads_back"),
+    diagonal(LETS_GO.keys(), ["colocated", "resident"], [False, True]),
+)
 def test_a_layer_taken_out_keeps_its_values_when_the_model_leaves(
     policy: str, how: str, loads_back: bool
 ) -> None:

@@ -30,6 +30,7 @@ from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
+from tests.support.sweeps import few
 from tests.support.threads import HANG_SECONDS
 from tests.support.worker import through_a_file
 
@@ -380,7 +381,7 @@ def test_the_page_has_these_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
-@pytest.mark.parametrize("make_world", [World, EarlyWorld])
+@pytest.mark.parametrize("make_world", few([World, EarlyWorld], World))
 @pytest.mark.parametrize(("what", "at_the_call", "later"), PAGE_ROWS)
 def test_the_page_is_right(
     make_world: type[World], what: str, at_the_call: str, later: str

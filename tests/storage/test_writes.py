@@ -17,6 +17,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.early import Foresight
 from tests.support.late_device import LateDevice
 from tests.support.poison import of_an_old_kernel
+from tests.support.sweeps import diagonal
 from tests.support.worker import CAPACITY, Worker, assert_same, batch, make_manager
 
 Tensors = dict[str, torch.Tensor]
@@ -176,26 +177,34 @@ def check(
     assert_nothing_resident(program.manager)
 
 
+WHERE: dict[str, tuple[Any, str]] = {
+    **{when.__name__: (when, "value") for when in WHENS},
+    **{target: (first_offload, target) for target in TARGETS if target != "value"},
+}
+
+
 @pytest.mark.parametrize(
-    ("when", "target"),
-    [*((when, "value") for when in WHENS), *((first_offload, target) for target in TARGETS)],
+    ("where", "write"), diagonal(WHERE, {"mul_": COUNTED["mul_"], **UNCOUNTED})
 )
-@pytest.mark.parametrize("write", [COUNTED["mul_"], *UNCOUNTED.values()], ids=["mul_", *UNCOUNTED])
-def test_a_write_is_an_error_whenever_it_was_made(write: Write, target: str, when: Any) -> None:
+def test_a_write_is_an_error_whenever_it_was_made(where: tuple[Any, str], write: Write) -> None:
     """Once, and nothing is lost; docs/offloaded.md has a test of every way to write."""
+    when, target = where
     check(Program(), target, write, when)
 
 
-@pytest.mark.parametrize(
-    ("way", "offloads", "audits"),
-    [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)],
-    ids=str,
-)
-@pytest.mark.parametrize("target", TARGETS)
+COUNTS: dict[str, tuple[str, int, int]] = {
+    "three offloads": ("mul_", 3, 0),
+    "two audits": ("mul_", 1, 2),
+    **{way: (way, 1, 0) for way in COUNTED},
+}
+
+
+@pytest.mark.parametrize(("counts", "target"), diagonal(COUNTS, TARGETS.keys()))
 def test_counters_find_writes_that_leave_the_bytes_as_they_were(
-    target: str, way: str, offloads: int, audits: int
+    counts: tuple[str, int, int], target: str
 ) -> None:
     """The simulated device shows every write, and would hide a counter that is not looked at."""
+    way, offloads, audits = counts
     program = Program(compared())
     values = program.train(offloads)
     with torch.no_grad():
@@ -322,9 +331,9 @@ ZEROINGS: dict[str, Callable[[Program], object]] = {
 
 
 @pytest.mark.parametrize(
-    "device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"]
+    ("how", "device"),
+    diagonal(ZEROINGS.keys(), {"pages": SimulatedDevice, "bytes": lambda nbytes: compared()}),
 )
-@pytest.mark.parametrize("how", ZEROINGS)
 def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(
     how: str, device: Callable[[int], SimulatedDevice]
 ) -> None:

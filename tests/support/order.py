@@ -38,6 +38,12 @@ _TOGETHER = {
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
         "tests/sharded/test_restore.py",
+        "tests/integrations/test_trl_ranks.py",
+        "tests/integrations/verl/test_fsdp_engines.py",
+        "tests/integrations/verl/test_several_engines.py",
+        "tests/integrations/verl/test_rollout.py",
+        "tests/integrations/verl/test_plugin.py",
+        "tests/integrations/verl/test_tensorboard.py",
     ),
     "trl": (
         "tests/integrations/test_transformers_trainer.py",
@@ -55,21 +61,15 @@ _TOGETHER = {
         "tests/frameworks/test_compiled.py",
         "tests/sharded/test_quantized.py",
     ),
-    "verl": (
-        "tests/integrations/verl/test_fsdp_engines.py",
-        "tests/integrations/verl/test_several_engines.py",
-        "tests/integrations/verl/test_rollout.py",
-        "tests/integrations/verl/test_plugin.py",
-        "tests/integrations/verl/test_tensorboard.py",
-    ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer")
 _IMPORTS = {
     # one scope: a process takes what is imported for its first one alone
-    "sharded": ("peft", *_MEGATRON, "deepspeed"),
-    "trl": ("trl.trainer.grpo_trainer",),
-    "verl": ("tests.integrations.verl.imported",),
+    "sharded": (
+        *("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),
+        "tests.integrations.verl.imported",
+    ),
 }
 """What ranks of these scopes import that takes seconds."""
 

@@ -43,7 +43,7 @@ from tests.support.sweeps import few
 needs("verl")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("strategy", few(["fsdp2", "fsdp"], "fsdp2"))
 @on_ranks("one_rank")
 def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy: str) -> None:
     own, placed = pair(model, strategy=strategy)
@@ -219,6 +219,7 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     own, placed = both = pair(model, strategy="fsdp")
@@ -239,6 +240,7 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "offload"),
     [("fsdp2", (True, False)), ("fsdp", (False, True))],
@@ -293,8 +295,12 @@ def test_an_engine_that_stays_verls_own_says_why(
     ("keywords", "expected"),
     [
         ({"strategy": "fsdp2"}, (SYNC, False)),
-        ({"strategy": "fsdp"}, (GPU, True)),
-        ({"strategy": "fsdp2", "lora": lora_of(merge=True)}, (GPU, True)),
+        pytest.param({"strategy": "fsdp"}, (GPU, True), marks=pytest.mark.sweep),
+        pytest.param(
+            {"strategy": "fsdp2", "lora": lora_of(merge=True)},
+            (GPU, True),
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=["fsdp2", "fsdp", "lora"],
 )
@@ -334,7 +340,8 @@ KINDS: dict[str, dict[str, Any]] = {
 FSDP2 itself."""
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "fsdp2"))
+@pytest.mark.sweep  # the steps of one rank are compared above
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks("two_ranks")
 def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, kind: str) -> None:
     """Steps of both; then each loads the other's checkpoint and goes on."""
@@ -367,6 +374,7 @@ def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, ki
     }
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo
@@ -517,7 +525,8 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("lr", few([1e-6, 1e-2], 1e-6))
+@pytest.mark.sweep
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
 def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr: float) -> None:
     """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the
     actor."""
@@ -528,6 +537,7 @@ def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr
     assert first["ours"] == first["own"]
 
 
+@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(model: Path) -> None:
     _, placed = pair(model)

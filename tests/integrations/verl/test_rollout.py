@@ -181,7 +181,10 @@ def file(tmp_path: Path) -> Path:
     ("rollout", "options", "synced", "awake_bytes", "calls"),
     [
         ("vllm", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["vllm"]]),
-        ("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
+        pytest.param(
+            *("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
+            marks=pytest.mark.sweep,
+        ),
         # It serves an adapter, and keeps its base weights.
         (
             "sglang",
@@ -406,6 +409,7 @@ def test_an_sglang_that_dies_is_not_asked_again(model: Path, file: Path) -> None
     assert job.replica.calls == _WOKEN
 
 
+@pytest.mark.sweep
 @each_rollout
 @on_ranks("two_ranks")
 def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None:

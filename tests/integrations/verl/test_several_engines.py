@@ -149,6 +149,7 @@ def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     assert placed.seen.states["publish"]["actor"] == SYNC
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("merge", "keywords"),
     [(False, {}), (True, {"offload_policy": True})],
@@ -160,6 +161,7 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
     lora(model, keywords, merge)
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of
@@ -267,7 +269,9 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(
 @pytest.mark.parametrize(
     ("keywords", "role"),
     [
-        ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
+        pytest.param(
+            {"policy": "colocated('streamed', stream_sync=True)"}, "actor", marks=pytest.mark.sweep
+        ),
         pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.sweep),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
         pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.sweep),
