@@ -10,6 +10,7 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.journal import Journal
 from placement.core.states import Plan, State
 from placement.devices.base import Device
+from placement.engines.tagged import Residency
 from placement.phases.transition import Participant, Transition
 from placement.registration.handle import Handle
 from placement.storage.watch.writes import Change, message
@@ -27,6 +28,7 @@ class FoundChanges(Participant):
         self._changes: list[Change] = []
         # names of handles whose tensors were replaced, as of the last look at each
         self._replaced: set[str] = set()
+        self._has_looked = False  # whether this entry has looked before any move
 
     def prepare(self, transition: Transition) -> None:
         """Raise what is known, before an entry moves a handle. An exit goes on without handles
@@ -40,7 +42,8 @@ class FoundChanges(Participant):
         # Wait for the comparison of memory only with an offload, which waits for the device anyway.
         self.look_at_poison(wait=transition.offloads)
         self.raise_found()
-        if self._looks_first(plan):
+        self._has_looked = self._looks_first(plan)
+        if self._has_looked:
             self._check_coming(plan)
 
     def while_copying(self, transition: Transition) -> None:
@@ -49,13 +52,19 @@ class FoundChanges(Participant):
         if transition.is_exit:
             if transition.offloads:
                 self._device.compare_poison()
-        elif not self._looks_first(transition.plan):
+        elif not self._has_looked:
             self._check_coming(transition.plan)
 
     def _looks_first(self, plan: Plan) -> bool:
-        """Whether to look before any copy: a streamed step copies nothing before it begins, and
-        what was replaced may be in its place again."""
-        return bool(plan.streamed or self._replaced)
+        """Whether to look before any move: a streamed step copies nothing before it begins, what
+        was replaced may be in its place again, and an engine that leaves may discard its
+        weights."""
+        if plan.streamed or self._replaced:
+            return True
+        return any(
+            isinstance(handle.storage, Residency) and handle.is_on_device
+            for handle in self._handles.values()
+        )
 
     def _check_coming(self, plan: Plan) -> None:
         """Raise the changes to handles that the plan uses, and refuse those of which tensors were
