@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,25 @@ def test_memory_that_the_users_own_computing_lacks(
     """It is written before the phase ends, so that it shows what the phase had on the device."""
     worker = Worker(incidents=place)
     with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        # a file name that is no Unicode may be in a message
+        raise torch.OutOfMemoryError("\udcff: CUDA out of memory. Tried to allocate 20.00 GiB")
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
+
+
+@dataclass(frozen=True)
+class FrozenError(torch.OutOfMemoryError):
+    needed_bytes: int
+
+
+def test_an_error_that_refuses_notes(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(incidents=place)
+    with pytest.raises(FrozenError), worker.manager.phase("train"):
+        raise FrozenError(8)
+    (folder,) = place.iterdir()
+    assert {file.name for file in folder.iterdir()} == FILES
+    assert "cannot assign" in caplog.text
 
 
 def test_a_write_into_offloaded_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
