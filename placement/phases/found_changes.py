@@ -13,7 +13,7 @@ from placement.devices.base import Device
 from placement.engines.tagged import Residency
 from placement.phases.transition import Participant, Transition
 from placement.registration.handle import Handle
-from placement.storage.watch.writes import Change, message
+from placement.storage.watch.writes import Change, error_of
 
 _WRITES = ("written", "in a written page")
 
@@ -127,7 +127,7 @@ class FoundChanges(Participant):
     def take(self) -> IntegrityError | None:
         """The error for all changes found so far, which are forgotten; None if there are none."""
         changes, self._changes = self._changes, []
-        return IntegrityError(message(changes)) if changes else None
+        return error_of(changes) if changes else None
 
     def raise_found(self) -> None:
         """Raise all changes found so far as one IntegrityError, once."""

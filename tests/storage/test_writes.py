@@ -625,6 +625,7 @@ def test_an_entry_that_finds_a_change_takes_every_handle_back(
         with pytest.raises(IntegrityError, match=r"0\.weight of 'actor'"):
             manager.enter("train")
         assert "to_device" in program.events
+    assert not any(handle.counters.failures for handle in manager.handles.values())
     if change is wrong_data:
         program.actor.restore()
     assert_nothing_resident(manager)
