@@ -42,7 +42,8 @@ class FoundChanges(Participant):
         # Wait for the comparison of memory only with an offload, which waits for the device anyway.
         self.look_at_poison(wait=transition.offloads)
         self.raise_found()
-        self._has_looked = self._looks_first(plan)
+        any_comes = "load" in transition.decisions or bool(plan.streamed)
+        self._has_looked = any_comes and self._looks_first(plan)
         if self._has_looked:
             self._check_coming(plan)
 
@@ -57,14 +58,18 @@ class FoundChanges(Participant):
 
     def _looks_first(self, plan: Plan) -> bool:
         """Whether to look before any move: a streamed step copies nothing before it begins, what
-        was replaced may be in its place again, and an engine that leaves may discard its
-        weights."""
+        was replaced may be in its place again, an engine that leaves may discard its weights, and
+        a handle of which every tensor was replaced is refused before the first copy."""
         if plan.streamed or self._replaced:
             return True
-        return any(
-            isinstance(handle.storage, Residency) and handle.is_on_device
-            for handle in self._handles.values()
-        )
+        for handle in self._handles.values():
+            if isinstance(handle.storage, Residency) and handle.is_on_device:
+                return True
+        for handle in self.coming(plan):
+            ranges = [] if handle.holding is None else handle.holding.ranges
+            if not all(r.transient or r.is_alive for r in ranges):
+                return True
+        return False
 
     def _check_coming(self, plan: Plan) -> None:
         """Raise the changes to handles that the plan uses, and refuse those of which tensors were
