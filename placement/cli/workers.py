@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def incident_report(folder: Path) -> str:
     try:
         incident = json.loads((folder / "incident.json").read_text())
         snapshot = json.loads((folder / "snapshot.json").read_text())
-        if (folder / "audit.json").exists():  # not where the disk was full, or the device failed
+        with suppress(OSError, ValueError):  # cut by a full disk, or missing: the device failed
             audit = json.loads((folder / "audit.json").read_text())
     except (OSError, ValueError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error

@@ -50,6 +50,9 @@ class HostMemoryError(PlacementError):
 class IntegrityError(PlacementError):
     """The measured state contradicts the declared state. The message holds the numbers."""
 
+    is_change = False
+    """Whether it tells of changes to an offloaded handle. Then no move has failed."""
+
 
 class BrokenHandleError(PlacementError):
     """A move of the handle failed half-way and could not be undone (a sticky device error). The

@@ -10,9 +10,10 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.journal import Journal
 from placement.core.states import Plan, State
 from placement.devices.base import Device
+from placement.engines.tagged import Residency
 from placement.phases.transition import Participant, Transition
 from placement.registration.handle import Handle
-from placement.storage.watch.writes import Change, message
+from placement.storage.watch.writes import Change, error_of
 
 _WRITES = ("written", "in a written page")
 
@@ -27,6 +28,7 @@ class FoundChanges(Participant):
         self._changes: list[Change] = []
         # names of handles whose tensors were replaced, as of the last look at each
         self._replaced: set[str] = set()
+        self._has_looked = False  # whether this entry has looked before any move
 
     def prepare(self, transition: Transition) -> None:
         """Raise what is known, before an entry moves a handle. An exit goes on without handles
@@ -40,7 +42,9 @@ class FoundChanges(Participant):
         # Wait for the comparison of memory only with an offload, which waits for the device anyway.
         self.look_at_poison(wait=transition.offloads)
         self.raise_found()
-        if self._looks_first(plan):
+        any_comes = "load" in transition.decisions or bool(plan.streamed)
+        self._has_looked = any_comes and self._looks_first(plan)
+        if self._has_looked:
             self._check_coming(plan)
 
     def while_copying(self, transition: Transition) -> None:
@@ -49,13 +53,23 @@ class FoundChanges(Participant):
         if transition.is_exit:
             if transition.offloads:
                 self._device.compare_poison()
-        elif not self._looks_first(transition.plan):
+        elif not self._has_looked:
             self._check_coming(transition.plan)
 
     def _looks_first(self, plan: Plan) -> bool:
-        """Whether to look before any copy: a streamed step copies nothing before it begins, and
-        what was replaced may be in its place again."""
-        return bool(plan.streamed or self._replaced)
+        """Whether to look before any move: a streamed step copies nothing before it begins, what
+        was replaced may be in its place again, an engine that leaves may discard its weights, and
+        a handle of which every tensor was replaced is refused before the first copy."""
+        if plan.streamed or self._replaced:
+            return True
+        for handle in self._handles.values():
+            if isinstance(handle.storage, Residency) and handle.is_on_device:
+                return True
+        for handle in self.coming(plan):
+            ranges = [] if handle.holding is None else handle.holding.ranges
+            if not all(r.transient or r.is_alive for r in ranges):
+                return True
+        return False
 
     def _check_coming(self, plan: Plan) -> None:
         """Raise the changes to handles that the plan uses, and refuse those of which tensors were
@@ -118,7 +132,7 @@ class FoundChanges(Participant):
     def take(self) -> IntegrityError | None:
         """The error for all changes found so far, which are forgotten; None if there are none."""
         changes, self._changes = self._changes, []
-        return IntegrityError(message(changes)) if changes else None
+        return error_of(changes) if changes else None
 
     def raise_found(self) -> None:
         """Raise all changes found so far as one IntegrityError, once."""

@@ -76,8 +76,10 @@ class Incidents:
             snapshot = self._take_snapshot()
             if self._is_incident(error, snapshot):
                 folder = self._new_folder(Path(directory))
-                raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
-                self._fill(folder, error, plan, snapshot)
+                try:
+                    self._fill(folder, error, plan, snapshot)
+                finally:
+                    raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
             logger.warning("an incident is not complete: %s", failure)
 
@@ -102,7 +104,7 @@ class Incidents:
         """Write the files. The audit is last, because a device that has failed ends it."""
         states = Plan({handle.name: handle.state for handle in snapshot.handles})
         incident = {
-            "error": f"{type(error).__name__}: {error}",
+            "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
             "phase": self._journal.phase,
             "plan": plan or states,
             "processes": self._outside.processes_now(_NVML_SECONDS),

@@ -307,12 +307,14 @@ class Mover:
 
     @contextmanager
     def failing(self, moves: Iterable[tuple[Handle, Trigger]]) -> Iterator[None]:
-        """Record an error in the block as the failure of these moves."""
+        """Record an error in the block as the failure of these moves. That tensors were changed
+        before is none."""
         try:
             yield
         except BaseException as error:
-            for handle, trigger in moves:
-                self._journal.failed(handle.counters, handle.name, trigger, error)
+            if not getattr(error, "is_change", False):
+                for handle, trigger in moves:
+                    self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
 
     # --- one state transition

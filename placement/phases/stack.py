@@ -140,10 +140,10 @@ class PhaseStack:
 
     def enter(self, phase: OpenPhase) -> None:
         """Open a phase: see `_change`. An outermost one waits for the end of a suspension."""
-        try:
+        with suppress(Suspended):
             self._enter(phase)
-        except Suspended:
-            self.suspension.enter(partial(self._enter, phase))
+            return
+        self.suspension.enter(partial(self._enter, phase))
 
     def _enter(self, phase: OpenPhase) -> None:
         """Open a phase. Raises Suspended: an outermost one has to wait first."""

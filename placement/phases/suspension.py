@@ -85,7 +85,8 @@ class Suspension:
                     if is_over and self._takes_back(answer):
                         raise self._refused(f"not possible within {request.deadline_seconds:g} s")
             finally:
-                self._takes_back(answer)
+                with self._mutex:
+                    self.asked.pop(answer, None)  # a second Ctrl-C may have cut its answer short
         answer.result()
         return self.status()
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from placement import BrokenHandleError, EngineError, EngineLost, State
+from placement import BrokenHandleError, EngineError, EngineLost, IntegrityError, State
 from placement.engines.vllm import VllmServer
 from placement.testing import assert_nothing_resident
 from tests.engines.conftest import Job, Start
@@ -512,3 +513,16 @@ def test_a_refusal_changes_nothing(start: Start) -> None:
         del job.server.failing["/release_memory_occupation"]
         step.switch("train")
     assert job.server.memory.tags == set()
+
+
+def test_an_entry_that_finds_a_change_does_not_send_it_to_sleep(start: Start) -> None:
+    """It would discard its weights, and they cannot come back."""
+    job = start(Vllm033, weights="discard")
+    with job.rolling_out() as step:
+        sent = [*job.server.sent]
+        job.module.register_buffer("added", torch.ones(3))
+        with pytest.raises(IntegrityError, match="added to 'actor'"):
+            step.switch("train")
+        assert job.server.sent == sent
+        assert job.server.generate() == "actor"
+        step.switch("train")

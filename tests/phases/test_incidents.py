@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,25 @@ def test_memory_that_the_users_own_computing_lacks(
     """It is written before the phase ends, so that it shows what the phase had on the device."""
     worker = Worker(incidents=place)
     with pytest.raises(torch.OutOfMemoryError) as caught, worker.manager.phase("train"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        # a file name that is no Unicode may be in a message
+        raise torch.OutOfMemoryError("\udcff: CUDA out of memory. Tried to allocate 20.00 GiB")
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
+
+
+@dataclass(frozen=True)
+class FrozenError(torch.OutOfMemoryError):
+    needed_bytes: int
+
+
+def test_an_error_that_refuses_notes(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(incidents=place)
+    with pytest.raises(FrozenError), worker.manager.phase("train"):
+        raise FrozenError(8)
+    (folder,) = place.iterdir()
+    assert {file.name for file in folder.iterdir()} == FILES
+    assert "cannot assign" in caplog.text
 
 
 def test_a_write_into_offloaded_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,13 +239,14 @@ def test_what_cannot_be_written_hides_no_error(
         assert worker.actor.resident_bytes > 0
 
 
+@pytest.mark.parametrize("last", ["journal.json", "audit.json"])
 def test_a_disk_that_is_full_in_the_middle_costs_the_rest(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    last: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = Path.write_bytes
 
     def until_full(path: Path, data: bytes) -> int:
-        if path.name != "journal.json":
+        if path.name != last:
             return write(path, data)
         write(path, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
@@ -241,7 +258,7 @@ def test_a_disk_that_is_full_in_the_middle_costs_the_rest(
     monkeypatch.undo()
     (folder,) = place.iterdir()
     assert str(folder) in caught.value.__notes__[-1]
-    assert {file.name for file in folder.iterdir()} == FILES - {"audit.json"}
+    assert {file.name for file in folder.iterdir()} == FILES - ({"audit.json"} - {last})
     assert "DeviceMemoryError" in read(folder, capsys)
 
 

@@ -222,8 +222,9 @@ def test_close_ends_the_wait() -> None:
     work = begun(lambda: losses_of(trainer, 1))
     until_one_waits(trainer.manager)
     trainer.manager.close()
-    with pytest.raises(PlacementError, match="this manager is closed"):
+    with pytest.raises(PlacementError, match="this manager is closed") as caught:
         work.result(30)
+    assert caught.value.__context__ is None  # what made the phase wait is no error
 
 
 def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
@@ -376,26 +377,30 @@ def test_after_close_it_is_refused() -> None:
 
 
 class InterruptAt:
-    """Ctrl-C at one line that this thread runs in a module, counted from 1."""
+    """Ctrl-C at one line that this thread runs in a module, counted from 1; `again`: and at the
+    next one."""
 
-    def __init__(self, module: ModuleType, line: int) -> None:
+    def __init__(self, module: ModuleType, line: int, *, again: bool = False) -> None:
         self._file, self._left, self.was_sent = module.__file__, line, False
+        self._times = 1 + again
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         if frame.f_code.co_filename != self._file:
             return None
         self._left -= event == "line"
-        if self._left == 0 and not self.was_sent:
+        if self._left <= 0 and self._times:
+            self._times -= 1
             self.was_sent = True
             os.kill(os.getpid(), signal.SIGINT)
         return self
 
 
-def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer, again: bool) -> None:
     line, is_beyond = 0, False
     while not is_beyond:
         line += 1
-        interrupt = InterruptAt(suspension, line)
+        interrupt = InterruptAt(suspension, line, again=again)
         sys.settrace(interrupt)
         try:
             trainer.manager.suspend()

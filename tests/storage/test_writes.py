@@ -634,9 +634,23 @@ def test_an_entry_that_finds_a_change_takes_every_handle_back(
         with pytest.raises(IntegrityError, match=r"0\.weight of 'actor'"):
             manager.enter("train")
         assert "to_device" in program.events
+    assert not any(handle.counters.failures for handle in manager.handles.values())
     if change is wrong_data:
         program.actor.restore()
     assert_nothing_resident(manager)
     with manager.phase("train"):
         assert_same(program.values(), values)
     assert_nothing_resident(manager)
+
+
+def test_an_entry_tells_of_an_addition_although_every_tensor_was_replaced() -> None:
+    program = Paged()
+    program.train()
+    program.other.register_buffer("added", torch.ones(3))
+    program.other.half()
+    with pytest.raises(IntegrityError, match=r"added to 'ref'.* of 'ref' were replaced"):
+        program.manager.enter("reward")
+    program.manager.handles["ref"].restore()
+    program.train()  # which does not use it
+    with program.manager.phase("reward"):
+        pass

@@ -76,6 +76,12 @@ def message(changes: Iterable[Change]) -> str:
     return " ".join(texts)
 
 
+def error_of(changes: Iterable[Change]) -> IntegrityError:
+    error = IntegrityError(message(changes))
+    error.is_change = True
+    return error
+
+
 class Watch:
     """Finds changes to the tensors of one object since its offload, as far as version counters and
     addresses tell."""
@@ -167,7 +173,7 @@ class Watch:
         if self.replaced:
             handle = self._scanner.name
             changes = [Change(handle, name, "replaced") for name in self.replaced]
-            raise IntegrityError(message(changes))
+            raise error_of(changes)
 
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
         """Name and bytes of all storages that are not where they should be, for `audit`: relocated
