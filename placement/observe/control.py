@@ -41,8 +41,9 @@ class Control:
     def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Answer:
         """Carry out a client's request. Returns the status and the body of the answer, as JSON.
         `has_gone`: whether the client has closed its connection."""
-        header = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
+        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        is_right = hmac.compare_digest(token.encode("latin-1"), self.token.encode())
+        if scheme.lower() != "bearer" or not is_right:
             return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
         length = environ.get("CONTENT_LENGTH") or "0"
         if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:

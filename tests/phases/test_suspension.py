@@ -229,7 +229,7 @@ def test_close_ends_the_wait() -> None:
 
 def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
     manager = trainer.manager
-    manager.suspend(resume_after_seconds=0.2)
+    manager.suspend(resume_after_seconds=1)
     assert manager.snapshot().suspended
     losses_of(trainer, 1)
     snapshot = manager.snapshot()
