@@ -437,7 +437,8 @@ files.writer(os.getpid()).submit(go_on.wait, 30)
 threading.Thread(target=lambda: (threading.main_thread().join(), go_on.set())).start()
 for name in "ab":
     saving = placement.checkpoint.async_save(manager, f"{folder}/{name}")
-    saving.add_done_callback(lambda _: print("called back", manager.audit().ok))
+    # one write a line: two threads may call back at once
+    saving.add_done_callback(lambda _: print(f"called back {manager.audit().ok}\\n", end=""))
 """
 
 
