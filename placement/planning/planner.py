@@ -271,7 +271,7 @@ class Planner:
             held_bytes += storage.sizes()[1]
             if handle.kind == "optimizer":
                 born_bytes += storage.born_bytes
-                unadopted_bytes += storage.unadopted.nbytes
+                unadopted_bytes += storage.unadopted_bytes
         self._born_bytes = born_bytes
         self._state_bytes = born_bytes + unadopted_bytes
         return held_bytes

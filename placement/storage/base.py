@@ -24,7 +24,6 @@ import torch
 
 from placement.core.states import NO_TAGS, State
 from placement.ownership.adapter import Adapter
-from placement.tensors.alive import Unadopted
 
 if TYPE_CHECKING:
     from placement.storage.range import Range
@@ -57,27 +56,29 @@ class Storage(abc.ABC):
 
     # --- bytes
 
-    unadopted = Unadopted()
+    # the part of `resident_bytes` in torch's own memory, which gets a place in a range at the next
+    # offload: as of the last measurement
+    unadopted_bytes = 0
 
-    @property
-    def unadopted_bytes(self) -> int:
-        """The part of `resident_bytes` in torch's own memory, which gets a place in a range at the
-        next offload: as of the last measurement, without storages that have died since."""
-        return self.unadopted.nbytes
+    def count_unadopted(self) -> None:
+        """Update `unadopted_bytes`, less storages that have died since the last measurement. It
+        asks each of them, 0.3 us a storage."""
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:
-        """`num_bytes`, `resident_bytes` and `prefetched_bytes`: every phase transition asks every
-        handle for them."""
+        """`num_bytes`, `resident_bytes` and `prefetched_bytes` as of the last measurement: every
+        phase transition asks every handle for them several times."""
 
     @property
     def num_bytes(self) -> int:
         """Device bytes that the handle needs in order to be resident."""
+        self.count_unadopted()
         return self.sizes()[0]
 
     @property
     def resident_bytes(self) -> int:
         """Device bytes that the handle holds now."""
+        self.count_unadopted()
         return self.sizes()[1]
 
     @property

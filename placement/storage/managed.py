@@ -45,7 +45,7 @@ from placement.storage.watch.gradients import Gradients
 from placement.storage.watch.state_dicts import StateDictTensors, are_only_read
 from placement.storage.watch.strays import count_uses, stray_references, uncounted
 from placement.storage.watch.writes import Watch
-from placement.tensors.alive import Unadopted, storage_use_count
+from placement.tensors.alive import Unadopted
 
 _GLANCE_SECONDS = 0.1  # how often a wait for a reader looks for a Ctrl-C
 # the number of pages that are saved by one copy call, and known to be saved together
@@ -89,6 +89,7 @@ class ManagedStorage(Storage):
         self.host_has_newest.set()
         self._offload = Offload()  # empty while none is under way
         self._num_entries = 0  # the adapter's, as of the last look
+        self._unadopted = Unadopted()  # the storages of `unadopted_bytes`
 
     @property
     def is_on_host(self) -> bool:
@@ -118,12 +119,9 @@ class ManagedStorage(Storage):
             needed_bytes += r.pages.needed_bytes
             own_bytes += r.pages.own_bytes
             aside_bytes += r.pages.aside_bytes
-        # as `unadopted_bytes`, without its calls: every phase transition asks several times
-        storages, sizes, _ = self.unadopted
-        unadopted_bytes = sum(itertools.compress(sizes, map(storage_use_count, storages)))
         return (
-            needed_bytes + unadopted_bytes + self.unborn_bytes,
-            own_bytes + aside_bytes + unadopted_bytes,
+            needed_bytes + self.unadopted_bytes + self.unborn_bytes,
+            own_bytes + aside_bytes + self.unadopted_bytes,
             aside_bytes,
         )
 
@@ -153,8 +151,10 @@ class ManagedStorage(Storage):
         self.kept_by_framework = tuple(memory)
 
     def measure(self) -> None:
-        """Update `born_bytes`. Looks at parameters only where an optimizer's steps have created
-        state."""
+        """Update `born_bytes` and `unadopted_bytes`. Looks at parameters only where an optimizer's
+        steps have created state."""
+        if self._unadopted.storages:
+            self.count_unadopted()
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
             self.adapter.follow_param_groups()
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
@@ -162,9 +162,16 @@ class ManagedStorage(Storage):
     def measure_unadopted(self) -> None:
         unadopted = self.scanner.unadopted()
         if unadopted is not None:
-            self.unadopted = unadopted
+            self._note_unadopted(unadopted)
             self.look_at_unborn()
             self.look_at_framework_memory()
+
+    def _note_unadopted(self, unadopted: Unadopted) -> None:
+        self._unadopted = unadopted
+        self.count_unadopted()
+
+    def count_unadopted(self) -> None:
+        self.unadopted_bytes = self._unadopted.nbytes
 
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a
@@ -431,8 +438,8 @@ class ManagedStorage(Storage):
             fresh = self.take_in(scan.new_beside(device))
             # new tensors that are on the device already get their places at the next offload
             storages = [adoptee.storage for adoptee in scan.new]
-            self.unadopted = Unadopted.of(
-                [storage for storage in storages if storage.device == device]
+            self._note_unadopted(
+                Unadopted.of([storage for storage in storages if storage.device == device])
             )
         if fresh:
             self.move_in(fresh)
@@ -746,7 +753,7 @@ class ManagedStorage(Storage):
         self._offload.relocated = ()
         for listener in self.announce.left:
             listener()
-        self.unadopted = Unadopted()
+        self._note_unadopted(Unadopted())
         self.look_at_unborn()
         self.adapter.drop_caches()
         self.look_at_framework_memory()
