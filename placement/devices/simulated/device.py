@@ -20,6 +20,7 @@ import mmap
 import os
 import re
 import sys
+import threading
 import time
 import weakref
 from collections import defaultdict, deque
@@ -172,6 +173,8 @@ class SimulatedDevice(Device):
         self._dead: list[tuple[int, Home]] = []
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = _poison_of(self, chunk_bytes)
+        # managers of several threads may share the device, and `heal_poison` looks at all ranges
+        self._remapping = threading.RLock()
         self._when_out_of_memory: list[Callable[[], object]] = []
 
     @property
@@ -251,54 +254,58 @@ class SimulatedDevice(Device):
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._check_process()
-        target = self._own(addresses)
-        check_slots(chunks, start, self.chunk_bytes)
-        placed: dict[int, SimulatedChunk] = {}
-        end = start
-        for chunk in map(self._held_here, chunks):
-            if chunk.is_mapped() and target.chunks.get(end) is not chunk:
-                raise ValueError("the chunk is already behind other addresses: unmap those first")
-            placed[end] = chunk
-            end += chunk.nbytes
-        beside = _around(target, start, end)
-        if any(
-            start <= offset < end and placed.get(offset) is not chunk
-            for offset, chunk in target.chunks.items()
-        ):
-            raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
-        try:
-            for offset, chunk in placed.items():
-                # Where the addresses of its pages are dead, so are the pages.
-                chunk.is_away = chunk.is_mapped()
-                chunk.place = (weakref.ref(target), offset)
-            self._poison.note(target, start, end)
-            # before the pages are mapped, so that none can be released while it is behind an
-            # address
-            target.replace_chunks(beside | placed)
-            for offset, chunk in placed.items():
-                if not chunk.is_away:
-                    _move_pages(chunk.home.address, target.base + offset, chunk.nbytes)
-                    chunk.is_away = True
-            libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
-        except Exception:
-            self.unmap(addresses, end - start, start)
-            raise
+        with self._remapping:
+            target = self._own(addresses)
+            check_slots(chunks, start, self.chunk_bytes)
+            placed: dict[int, SimulatedChunk] = {}
+            end = start
+            for chunk in map(self._held_here, chunks):
+                if chunk.is_mapped() and target.chunks.get(end) is not chunk:
+                    raise ValueError(
+                        "the chunk is already behind other addresses: unmap those first"
+                    )
+                placed[end] = chunk
+                end += chunk.nbytes
+            beside = _around(target, start, end)
+            if any(
+                start <= offset < end and placed.get(offset) is not chunk
+                for offset, chunk in target.chunks.items()
+            ):
+                raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
+            try:
+                for offset, chunk in placed.items():
+                    # Where the addresses of its pages are dead, so are the pages.
+                    chunk.is_away = chunk.is_mapped()
+                    chunk.place = (weakref.ref(target), offset)
+                self._poison.note(target, start, end)
+                # before the pages are mapped, so that none can be released while it is behind an
+                # address
+                target.replace_chunks(beside | placed)
+                for offset, chunk in placed.items():
+                    if not chunk.is_away:
+                        _move_pages(chunk.home.address, target.base + offset, chunk.nbytes)
+                        chunk.is_away = True
+                libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
+            except Exception:
+                self.unmap(addresses, end - start, start)
+                raise
 
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         self._check_process()
-        target = self._own(addresses)
-        check_slots((), start, self.chunk_bytes)
-        end = start + round_up(nbytes, self.granularity)
-        beside = _around(target, start, end)
-        self._poison.note(target, start, end)
-        for offset in range(start, end, self.chunk_bytes):
-            chunk = target.chunks.get(offset)
-            if chunk is not None and chunk.is_away:
-                _move_pages(target.base + offset, chunk.home.address, chunk.nbytes)
-                chunk.is_away = False
-            self._poison.put(target.base + offset, min(self.chunk_bytes, end - offset))
-        libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
-        target.replace_chunks(beside)
+        with self._remapping:
+            target = self._own(addresses)
+            check_slots((), start, self.chunk_bytes)
+            end = start + round_up(nbytes, self.granularity)
+            beside = _around(target, start, end)
+            self._poison.note(target, start, end)
+            for offset in range(start, end, self.chunk_bytes):
+                chunk = target.chunks.get(offset)
+                if chunk is not None and chunk.is_away:
+                    _move_pages(target.base + offset, chunk.home.address, chunk.nbytes)
+                    chunk.is_away = False
+                self._poison.put(target.base + offset, min(self.chunk_bytes, end - offset))
+            libc.madvise(target.base + start, end - start, slab.MADV_DONTFORK)
+            target.replace_chunks(beside)
 
     def release(self, *chunks: Chunk) -> None:
         self._check_process()
@@ -361,7 +368,8 @@ class SimulatedDevice(Device):
 
     def heal_poison(self, wait: bool = True) -> bool:
         self._check_process()
-        return self._poison.heal([*self._ranges])
+        with self._remapping:
+            return self._poison.heal([*self._ranges])
 
     def written_poison(self) -> Sequence[WrittenPoison]:
         return self._poison.written
