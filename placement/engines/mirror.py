@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from placement.core.journal import logger
 from placement.core.snapshot import mib
 from placement.devices.base import Device
-from placement.devices.memory import Addresses, Copy
+from placement.devices.memory import Addresses, Copy, Mark
 from placement.storage.fingerprints import differing, fingerprints
 
 PIECE_BYTES = 32 << 20
@@ -47,17 +47,25 @@ class _Place:
     prints: torch.Tensor | None = None
 
 
+class _Save(NamedTuple):
+    """The copies of a block that are on their way, and the fingerprints of what they bring."""
+
+    copies: Mark
+    prints: torch.Tensor
+
+
 class Mirror:
     """The host copy of an engine's blocks, on one device of this process.
 
-    A save has two halves, so that the caller can do something else while the link works. Nothing
-    here maps or unmaps a block. A block is mapped as long as a method works on it.
+    A save has two halves, so that the caller can do something else while the link works, and unmap
+    blocks while others are copied. Nothing here maps or unmaps a block. A block is mapped as long
+    as a method works on it.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._places: dict[int, _Place] = {}
-        self._saving: list[tuple[_Place, torch.Tensor]] = []
+        self._saving: dict[int, _Save] = {}  # by address
         self.spoilt: dict[int, torch.Tensor] = {}
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
         A block that still has them is not saved: the mirror has the bytes that left."""
@@ -94,7 +102,7 @@ class Mirror:
 
     def release(self) -> None:
         """Give the slab back. It stays as long as a tensor of `host` does."""
-        self._places, self._saving, self.host_bytes = {}, [], 0
+        self._places, self._saving, self.host_bytes = {}, {}, 0
 
     def host(self, block: Block) -> torch.Tensor:
         """The place of a block: uint8, page-locked."""
@@ -102,7 +110,7 @@ class Mirror:
 
     def begin_save(self, blocks: Sequence[Block]) -> int:
         """Wait until the device is idle, and start copying the pieces of these blocks that differ
-        from the host copy. Returns the number of bytes.
+        from the host copy. Returns the number of bytes. See `end_save`.
 
         Raises:
             HostMemoryError: see `reserve`.
@@ -110,28 +118,34 @@ class Mirror:
         """
         self.reserve(blocks)
         self.device.sync()
-        self._saving = []
-        copies = []
+        bases = {block.base for block in blocks}
+        self.spoilt = {base: prints for base, prints in self.spoilt.items() if base in bases}
+        self._saving = {}
+        copied_bytes = 0
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             place = self._places[block.base]
             pieces = differing(place.prints, prints)
             if not pieces or self._is_spoilt(block, prints):
                 continue
             place.prints = None  # until all of the copies have arrived
-            self._saving.append((place, prints))
+            copies = []
             for piece in pieces:
                 start = piece * PIECE_BYTES
                 nbytes = min(PIECE_BYTES, block.nbytes - start)
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
-        self.device.copy(copies, "to_host")
-        return sum(copy.nbytes for copy in copies)
+            self.device.copy(copies, "to_host")
+            copied_bytes += sum(copy.nbytes for copy in copies)
+            self._saving[block.base] = _Save(self.device.mark("to_host"), prints)
+        return copied_bytes
 
-    def end_save(self) -> None:
-        """Wait until every byte has arrived."""
-        self.device.wait(self.device.mark("to_host"))
-        for place, prints in self._saving:
-            place.prints = prints
-        self._saving, self.spoilt = [], {}
+    def end_save(self, block: Block) -> None:
+        """Wait until every byte of a block has arrived. To be called for each block of
+        `begin_save`, in their order."""
+        save = self._saving.pop(block.base, None)
+        if save is not None:
+            self.device.wait(save.copies)
+            self._places[block.base].prints = save.prints
+        self.spoilt.pop(block.base, None)
 
     def fetch(self, block: Block, source: torch.Tensor) -> None:
         """Start copying `source`, which is on the host, into a block."""

@@ -120,7 +120,8 @@ class MirroredSaver:
         if tag == WEIGHTS and self.mirror is not None and not self._asleep:
             began, blocks = time.monotonic(), self._blocks()
             copied = self.mirror.begin_save(blocks)
-            self.mirror.end_save()
+            for block in blocks:
+                self.mirror.end_save(block)
             self._asleep = blocks
             log_move("SGLang's weights leave", copied, began)
         self._adapter.pause(tag)

@@ -83,14 +83,14 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             self.mirror.release()  # they are discarded, so they need no place
         with deferred():
             self.copied_bytes = self.mirror.begin_save([_block(data) for data in leaving])
+            self._state = "SUSPENDED"
             if self.copied_bytes:
                 gc.collect()  # as in vLLM's own sleep, but while the link works
             for data in awake:  # likewise: 40 GiB take 20 ms (H200)
                 if data.tag not in kept:
                     _unmap(data)
-            self.mirror.end_save()
-            self._state = "SUSPENDED"
-            for data in leaving:
+            for data in leaving:  # likewise: 115 blocks take 12 to 30 ms (H200)
+                self.mirror.end_save(_block(data))
                 data.cpu_backup_tensor = self.mirror.host(_block(data))
                 _unmap(data)
         torch.cuda.empty_cache()
