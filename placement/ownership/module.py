@@ -16,7 +16,15 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.weak import WeakIdSet, reference
 from placement.frameworks.base import Advised, answering, frameworks_of
-from placement.ownership.adapter import MODULE_FIELDS, TRACK, Adapter, Noted, Steady, refusal
+from placement.ownership.adapter import (
+    MODULE_FIELDS,
+    TRACK,
+    Adapter,
+    Noted,
+    Steady,
+    identity_of,
+    refusal,
+)
 from placement.tensors.plain import (
     LAZY_VIEW,
     OBJECT_LEVELS,
@@ -279,7 +287,7 @@ class ModuleAdapter(Adapter):
             if kind == _TENSOR:
                 self._add(scan, prefix + name, value)
                 continue
-            scan.held.setdefault(id(value), (prefix + name, value))
+            scan.held.setdefault(identity_of(value), (prefix + name, value))
             if kind == _CONTAINER:
                 for path, tensor in nested_tensors(value, prefix + name):
                     self._nests = True
@@ -291,7 +299,7 @@ class ModuleAdapter(Adapter):
             return
         for attribute, value in vars(tensor).items():
             if self._kind(value) != _NO_TENSOR:
-                scan.held.setdefault(id(value), (f"{name}.{attribute}", value))
+                scan.held.setdefault(identity_of(value), (f"{name}.{attribute}", value))
 
     def _kind(self, value: Any) -> int:
         kind = self._kinds.get(type(value))
