@@ -198,6 +198,15 @@ class Device(abc.ABC):
             self.sync()
             self.unmap(addresses, chunk.nbytes)
 
+    def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        """Fill `nbytes` bytes of memory behind addresses as `wipe` does, and wait until they are.
+
+        Raises:
+            DeviceMemoryError: the driver refused. The content of the memory is undefined.
+        """
+        self.view(addresses, start, nbytes).fill_(0xFF)
+        self.sync()
+
     @abc.abstractmethod
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         """Put `chunks`, in order, behind `[start, start + their bytes)` of `addresses`, replacing

@@ -86,6 +86,7 @@ class Chunk(abc.ABC):
     # a multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a
     # range
     nbytes: int
+    is_wiped = False  # whether it is behind no address, and filled as by `Device.wipe`
 
 
 class HostSlab(abc.ABC):

@@ -259,6 +259,9 @@ class SizesDevice(Device):
     def wipe(self, chunks: Sequence[Chunk]) -> None:
         """Nothing: no chunk has content."""
 
+    def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        """Nothing: see `wipe`."""
+
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         check_slots(chunks, start, self.chunk_bytes)
 

@@ -607,9 +607,11 @@ class ManagedStorage(Storage):
             nbytes += r.pages.discard(chunk_pool, keep=staying.__contains__)
         return nbytes
 
-    def vacate(self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool) -> None:
+    def vacate(
+        self, r: Range, indices: Sequence[int], chunk_pool: ChunkPool, *, wipes: bool
+    ) -> None:
         """Take away the memory of pages (ascending) whose bytes are on the host, or on their way
-        there."""
+        there. `wipes`: see `Pages.vacate`."""
         if self.stage is not Stage.VACATING:
             # Another thread may read these tensors, or be given some just now. It must never read
             # poison.
@@ -617,7 +619,7 @@ class ManagedStorage(Storage):
             self._show_host_copy()
             if self.state_dict_tensors:
                 self.device.sync()  # reads that have begun at the old place end
-        r.pages.vacate(indices, chunk_pool)
+        r.pages.vacate(indices, chunk_pool, wipes=wipes)
 
     def _show_host_copy(self) -> None:
         """Point the tensors of state dicts to the host copy, before memory is taken away. Their

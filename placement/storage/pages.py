@@ -190,10 +190,12 @@ class Pages:
         chunks = chunk_pool.take([self.sizes[index] for index in indices])
         try:
             if behind is Behind.OWN:
-                self._device.wipe(chunks)
+                self._device.wipe([chunk for chunk in chunks if not chunk.is_wiped])
         except BaseException:
             chunk_pool.give(chunks)
             raise
+        for chunk in chunks:
+            chunk.is_wiped = False  # bytes are about to come
         for index, chunk in zip(indices, chunks, strict=True):
             self._set(index, chunk, Behind.NOWHERE)
         try:
@@ -217,9 +219,11 @@ class Pages:
             self.is_stale = False
         self._place(indices, Behind.ASIDE)
 
-    def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool) -> int:
+    def vacate(self, indices: Iterable[int], chunk_pool: ChunkPool, *, wipes: bool = False) -> int:
         """Take away the memory of pages whose bytes the host copy has, or that are not needed, once
-        they are copied. Returns its size in bytes."""
+        they are copied. Returns its size in bytes.
+        `wipes`: wipe it at the addresses where it is, because other pages wait for it. Else `put`
+        has to map it somewhere for that, while the link is busy."""
         leaving = sorted(index for index in indices if self.table[index].memory is not None)
         bytes_in_vain = 0
         for index in leaving:
@@ -227,16 +231,31 @@ class Pages:
             if page.behind is Behind.ASIDE and page.copied == "to_device":
                 bytes_in_vain += self.sizes[index]
         self.wait(leaving)
+        wiped = self._wipe(leaving) if wipes else set()
         self._take_off(leaving)
         for index in leaving:
             chunk = self.table[index].memory
             assert chunk is not None
+            chunk.is_wiped = index in wiped
             self._set(index, None, Behind.NOWHERE)
             self.table[index] = Page()
             chunk_pool.give((chunk,))
         if bytes_in_vain:
             self._stop(bytes_in_vain)
         return self.bytes_of(leaving)
+
+    def _wipe(self, indices: Iterable[int]) -> set[int]:
+        """Poison pages (ascending) whose memory is behind addresses. Returns these. The host copy
+        has their bytes, and after an error they are brought back from there."""
+        wiped: set[int] = set()
+        for behind, run in self._runs(indices):
+            if behind is Behind.NOWHERE:
+                continue
+            for index in run:
+                self.table[index].newest = Side.HOST
+            self._device.wipe_mapped(self._of(behind), self.bytes_of(run), self.starts[run[0]])
+            wiped.update(run)
+        return wiped
 
     def give_up(self, indices: Collection[int], chunk_pool: ChunkPool) -> None:
         """Take away the memory of pages in which nothing lies any more, for good. Kernels that

@@ -83,6 +83,19 @@ def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> Non
     assert not device.heal_poison()
 
 
+def test_memory_is_wiped_where_it_is_and_nothing_beside_it(device: Device) -> None:
+    nbytes, chunks = full_and_tail(device)
+    addresses = poisoned(device, nbytes)
+    device.map(addresses, chunks)
+    whole(device, addresses).fill_(7)
+    device.sync()
+    device.wipe_mapped(addresses, device.chunk_bytes, device.chunk_bytes)
+    first, second, tail = whole(device, addresses).split(device.chunk_bytes)
+    assert (first == 7).all()
+    assert (second == 0xFF).all()
+    assert (tail == 7).all()
+
+
 def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
     before = device.memory()
     # who holds memory outside can always be asked

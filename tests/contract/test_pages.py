@@ -12,7 +12,7 @@ import torch
 
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import poison_bytes
-from placement.devices.memory import Direction
+from placement.devices.memory import Chunk, Direction
 from placement.storage.pages import Behind, ChunkPool, Page, Pages, Side, fill
 from placement.testing import InjectedFault
 from tests.support.late_device import LateDevice
@@ -49,9 +49,10 @@ STATES = {
 ALL = range(len(SIZES))
 
 
-def vacate_saved(pages: Pages, pool: ChunkPool) -> None:
+def vacate_saved(pages: Pages, pool: ChunkPool, *, wipes: bool = False) -> None:
     """As its caller must: only what the host copy has."""
-    pages.vacate([index for index in ALL if pages.table[index].newest is not Side.DEVICE], pool)
+    saved = [index for index in ALL if pages.table[index].newest is not Side.DEVICE]
+    pages.vacate(saved, pool, wipes=wipes)
 
 
 def load(pages: Pages, pool: ChunkPool, indices: Sequence[int] = ALL) -> None:
@@ -72,6 +73,7 @@ OPERATIONS: dict[str, Callable[[Pages, ChunkPool], object]] = {
     "hide": lambda pages, pool: pages.hide(ALL),
     "save": lambda pages, pool: pages.save(ALL),
     "vacate": vacate_saved,
+    "vacate and wipe": lambda pages, pool: vacate_saved(pages, pool, wipes=True),
     "settle on the host": lambda pages, pool: pages.settle(Side.HOST, pool),
     "settle on the device": lambda pages, pool: pages.settle(Side.DEVICE, pool),
 }
@@ -146,10 +148,19 @@ class Scene:
         assert held == pages.own_bytes + pages.aside_bytes
         assert self.device.memory().chunk_bytes == held + self.pool.held_bytes
 
+    def content(self, chunk: Chunk) -> torch.Tensor:
+        """A copy of the bytes of a chunk that is behind no address."""
+        self.device.map(self.addresses, (chunk,))
+        content = self.device.view(self.addresses, 0, chunk.nbytes).clone()
+        self.device.unmap(self.addresses, chunk.nbytes)
+        return content
+
     def end(self, pages: Pages) -> None:
         pages.settle(Side.HOST, self.pool)
         pages.discard(self.pool)
         assert all(page == Page() for page in pages.table)
+        for chunk in self.pool:
+            assert not chunk.is_wiped or self.content(chunk).eq(0xFF).all()
         self.pool.release()
         assert self.device.memory().chunk_bytes == 0
 

@@ -200,10 +200,10 @@ def test_a_small_piece_of_poison_is_mapped_several_times_behind_a_chunk(
     assert driver.errors == 0
 
 
-def test_the_poison_of_a_device_takes_34_mib(driver: FakeDriver) -> None:
+def test_the_poison_of_a_device_takes_66_mib(driver: FakeDriver) -> None:
     device = CudaDevice(0)
     device.create(STEP)
-    assert device._poisoned().nbytes == 34 << 20
+    assert device._poisoned().nbytes == 66 << 20
 
 
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])

@@ -305,9 +305,9 @@ def test_a_state_dict_shows_the_newest_values_at_each_moment_of_an_offload(
     wanted = copy.deepcopy(shown)
     vacate, moments = ManagedStorage.vacate, 0
 
-    def vacate_and_look(holding: ManagedStorage, *arguments: Any) -> None:
+    def vacate_and_look(holding: ManagedStorage, *arguments: Any, wipes: bool) -> None:
         nonlocal moments
-        vacate(holding, *arguments)
+        vacate(holding, *arguments, wipes=wipes)
         moments += 1
         assert_same(dict(shown), dict(wanted))
         assert_same(dict(model.state_dict()), dict(wanted))
