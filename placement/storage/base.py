@@ -61,8 +61,7 @@ class Storage(abc.ABC):
     unadopted_bytes = 0
 
     def count_unadopted(self) -> None:
-        """Update `unadopted_bytes`, less storages that have died since the last measurement. It
-        asks each of them, 0.3 us a storage."""
+        """Update `unadopted_bytes`, less storages that have died since the last measurement."""
 
     @abc.abstractmethod
     def sizes(self) -> tuple[int, int, int]:

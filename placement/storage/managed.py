@@ -153,7 +153,7 @@ class ManagedStorage(Storage):
     def measure(self) -> None:
         """Update `born_bytes` and `unadopted_bytes`. Looks at parameters only where an optimizer's
         steps have created state."""
-        if self._unadopted.storages:
+        if self._unadopted.dead:
             self.count_unadopted()
         if self.on_device and self.unborn_bytes and self.adapter.num_entries() != self._num_entries:
             self.adapter.follow_param_groups()
@@ -171,7 +171,7 @@ class ManagedStorage(Storage):
         self.count_unadopted()
 
     def count_unadopted(self) -> None:
-        self.unadopted_bytes = self._unadopted.nbytes
+        self.unadopted_bytes = self._unadopted.count_bytes()
 
     def look_at_unborn(self) -> None:
         """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a
@@ -439,7 +439,7 @@ class ManagedStorage(Storage):
             # new tensors that are on the device already get their places at the next offload
             storages = [adoptee.storage for adoptee in scan.new]
             self._note_unadopted(
-                Unadopted.of([storage for storage in storages if storage.device == device])
+                Unadopted([storage for storage in storages if storage.device == device])
             )
         if fresh:
             self.move_in(fresh)

@@ -459,4 +459,4 @@ class StorageScanner:
             return None
         scan = self.rescan()
         self._measured_at = self.ranges.all, self.adapter.record_if_current()
-        return Unadopted.of([adoptee.storage for adoptee in scan.new])
+        return Unadopted([adoptee.storage for adoptee in scan.new])

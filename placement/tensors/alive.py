@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of references to a storage (`_cdata`) from tensors, its Python object and C++
 together; 0 if only weak references are left."""
+
+_ALIVE: Any = weakref.ref.__call__
 
 
 @dataclass(slots=True)
@@ -45,25 +47,23 @@ class PlacedStorage:
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
-class Unadopted(NamedTuple):
+class Unadopted:
     """Storages in torch's own memory. They are not kept alive."""
 
-    storages: Sequence[int] = ()  # `_cdata`
-    sizes: Sequence[int] = ()
-    references: Sequence[StorageWeakRef] = ()  # no new storage gets a dead one's `_cdata`
+    def __init__(self, storages: Sequence[torch.UntypedStorage] = ()) -> None:
+        self._sizes = [storage.nbytes() for storage in storages]
+        self.dead: list[object] = []  # references to those that died since the last count
+        # to torch's own objects of them, as below
+        self._references = [weakref.ref(storage, self.dead.append) for storage in storages]
+        self._nbytes = sum(self._sizes)
 
-    @classmethod
-    def of(cls, storages: Sequence[torch.UntypedStorage]) -> Unadopted:
-        return cls(
-            [each._cdata for each in storages],
-            [each.nbytes() for each in storages],
-            [StorageWeakRef(each) for each in storages],
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those that are still alive."""
-        return sum(itertools.compress(self.sizes, map(storage_use_count, self.storages)))
+    def count_bytes(self) -> int:
+        """Bytes of those that are still alive. A count looks at every one: 2 ms for the state of
+        3,000 parameters, which are in no cache."""
+        if self.dead:
+            self.dead.clear()
+            self._nbytes = sum(itertools.compress(self._sizes, map(_ALIVE, self._references)))
+        return self._nbytes
 
 
 class UnusedPages:
