@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,32 +40,24 @@ class Block(Addresses):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one block in the slab. `prints` are the fingerprints of the bytes there, one a
-    piece; None while they mean nothing."""
+    """The place of one block in the slab."""
 
     host: torch.Tensor
-    prints: torch.Tensor | None = None
-
-
-class _Save(NamedTuple):
-    """The copies of a block that are on their way, and the fingerprints of what they bring."""
-
-    copies: Mark
-    prints: torch.Tensor
+    prints: torch.Tensor | None = None  # of its pieces; None while the bytes there mean nothing
 
 
 class Mirror:
     """The host copy of an engine's blocks, on one device of this process.
 
-    A save has two halves, so that the caller can do something else while the link works, and unmap
-    blocks while others are copied. Nothing here maps or unmaps a block. A block is mapped as long
-    as a method works on it.
+    A save has two halves, so that the caller can do something else while the link works. Nothing
+    here maps or unmaps a block. A block is mapped as long as a method works on it.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._places: dict[int, _Place] = {}
-        self._saving: dict[int, _Save] = {}  # by address
+        # copies on their way, and the fingerprints of what they bring, by address
+        self._saving: dict[int, tuple[Mark, torch.Tensor]] = {}
         self.spoilt: dict[int, torch.Tensor] = {}
         """Fingerprints, by address, of blocks that came back with other bytes than those that left.
         A block that still has them is not saved: the mirror has the bytes that left."""
@@ -118,8 +110,8 @@ class Mirror:
         """
         self.reserve(blocks)
         self.device.sync()
-        bases = {block.base for block in blocks}
-        self.spoilt = {base: prints for base, prints in self.spoilt.items() if base in bases}
+        for base in self.spoilt.keys() - {block.base for block in blocks}:
+            del self.spoilt[base]  # discarded
         self._saving = {}
         copied_bytes = 0
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
@@ -135,22 +127,21 @@ class Mirror:
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
             self.device.copy(copies, "to_host")
             copied_bytes += sum(copy.nbytes for copy in copies)
-            self._saving[block.base] = _Save(self.device.mark("to_host"), prints)
+            self._saving[block.base] = self.device.mark("to_host"), prints
         return copied_bytes
 
     def end_save(self, block: Block) -> None:
         """Wait until every byte of a block has arrived. To be called for each block of
         `begin_save`, in their order."""
-        save = self._saving.pop(block.base, None)
-        if save is not None:
-            self.device.wait(save.copies)
-            self._places[block.base].prints = save.prints
+        if block.base in self._saving:
+            copies, prints = self._saving.pop(block.base)
+            self.device.wait(copies)
+            self._places[block.base].prints = prints
         self.spoilt.pop(block.base, None)
 
     def fetch(self, block: Block, source: torch.Tensor) -> None:
         """Start copying `source`, which is on the host, into a block."""
-        copy = Copy(block.base, source.data_ptr(), source.nbytes)
-        self.device.copy([copy], "to_device")
+        self.device.copy([Copy(block.base, source.data_ptr(), source.nbytes)], "to_device")
 
     def end_fetch(self) -> None:
         """Wait until everything that was fetched has arrived."""
@@ -159,7 +150,11 @@ class Mirror:
     def differing(self, fetched: Mapping[Block, object]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left. Only
         blocks are compared whose source is their place."""
-        blocks = [block for block, source in fetched.items() if self._is_place(block, source)]
+        blocks = [
+            block
+            for block, source in fetched.items()
+            if self.has(block) and source is self.host(block)
+        ]
         wrong = {}
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             if differing(self._places[block.base].prints, prints):
@@ -170,9 +165,6 @@ class Mirror:
         """Whether one of these blocks came back wrong and was not written since."""
         suspects = [block for block in blocks if block.base in self.spoilt]
         return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
-
-    def _is_place(self, block: Block, source: object) -> bool:
-        return self.has(block) and self.host(block) is source
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
         return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)

@@ -27,8 +27,7 @@ from placement.engines.mirror import WEIGHTS_DIFFER, Block, Mirror, log_move
 
 _TARGET = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
 _SCHEDULER = "sglang.srt.managers.scheduler"
-_savers: list[MirroredSaver] = []
-"""The one of this process: SGLang asks for its adapter about twenty times."""
+_savers: list[MirroredSaver] = []  # one: SGLang asks for its adapter about twenty times
 
 
 def register() -> None:
@@ -76,8 +75,7 @@ class MirroredSaver:
         self._adapter = adapter
         self._pools: set[Any] = set()
         self._asleep: list[Block] = []
-        self.mirror: Mirror | None = None
-        """None while SGLang has asked for no backup of the weights."""
+        self.mirror: Mirror | None = None  # until SGLang asks for a backup of the weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
@@ -143,6 +141,5 @@ class MirroredSaver:
         self.mirror.end_fetch()
         if wrong := self.mirror.differing(sources):
             raise IntegrityError(f"{WEIGHTS_DIFFER} ({len(wrong)} blocks). Restart SGLang")
-        copied = sum(block.nbytes for block in self._asleep)
-        log_move("SGLang's weights are back", copied, began)
+        log_move("SGLang's weights are back", sum(block.nbytes for block in sources), began)
         self._asleep = []

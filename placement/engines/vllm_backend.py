@@ -43,10 +43,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
     """Moves the blocks of vLLM's allocator at the speed of the link. It is made by vLLM, once a
     worker. Ctrl-C is deferred: it must not come between a call of the driver and its record."""
 
-    copied_bytes = 0
-    """Bytes that the last suspend or resume has copied."""
-    _properties: Any = None
-    """The properties of the memory of vLLM's blocks (`CUmemAllocationProp`)."""
+    copied_bytes = 0  # by the last suspend or resume
+    _properties: Any = None  # of the memory of vLLM's blocks: `CUmemAllocationProp`
 
     @classmethod
     def is_supported(cls) -> bool:
@@ -94,8 +92,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
                 data.cpu_backup_tensor = self.mirror.host(_block(data))
                 _unmap(data)
         torch.cuda.empty_cache()
-        freed = _size_of(awake)
-        log_move(f"vLLM sleeps at level {level}: {freed} were freed", self.copied_bytes, began)
+        event = f"vLLM sleeps at level {level}: {_size_of(awake)} were freed"
+        log_move(event, self.copied_bytes, began)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the blocks that vLLM's own backend would map for these tags (None: all), and bring
@@ -138,9 +136,8 @@ class PlacementBackend(CuMemBackend):  # type: ignore[misc]  # vLLM's class is n
             for data in mapped:
                 data.is_asleep, data.cpu_backup_tensor = False, None
             self._state = "RUNNING"
-        woken = "everything" if tags is None else ", ".join(tags)
-        back = _size_of(mapped)
-        log_move(f"vLLM wakes {woken}: {back} are back", self.copied_bytes, began)
+        event = f"vLLM wakes {', '.join(tags or ['everything'])}: {_size_of(mapped)} are back"
+        log_move(event, self.copied_bytes, began)
 
     def _bring_back(self, coming: Sequence[Any], mapped: list[Any]) -> None:
         """Map these blocks, with the bytes of those that have some on the host. A block is in
