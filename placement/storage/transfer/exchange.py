@@ -335,10 +335,9 @@ class Exchange:
         for departure in departures:
             for r in departure.fresh:
                 addresses += [adoptee.storage.data_ptr() for adoptee in r.moving_in or ()]
-        are_in_a_range = any(owner is not None for owner in RANGES.owners_of(addresses))
-        if not are_in_a_range and (self.verifier is None or not addresses):
-            return
-        self.device.wait(self.device.mark("to_host"))
+        lie_in_ranges = any(owner is not None for owner in RANGES.owners_of(addresses))
+        if lie_in_ranges or (addresses and self.verifier is not None):
+            self.device.wait(self.device.mark("to_host"))
         if self.verifier is not None:
             for departure in departures:
                 self.verifier.check_newborn(departure.holding, departure.fresh)
