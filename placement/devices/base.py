@@ -194,18 +194,18 @@ class Device(abc.ABC):
         for chunk in chunks:
             addresses = self.reserve(chunk.nbytes)
             self.map(addresses, (chunk,))
-            self.view(addresses, 0, chunk.nbytes).fill_(0xFF)
-            self.sync()
+            self.wipe_mapped(addresses, chunk.nbytes)
             self.unmap(addresses, chunk.nbytes)
 
     def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         """Fill `nbytes` bytes of memory behind addresses as `wipe` does, and wait until they are.
+        Copies of other memory go on.
 
         Raises:
             DeviceMemoryError: the driver refused. The content of the memory is undefined.
         """
         self.view(addresses, start, nbytes).fill_(0xFF)
-        self.sync()
+        self.wait_for_work()
 
     @abc.abstractmethod
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:

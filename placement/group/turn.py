@@ -120,7 +120,10 @@ class Turn:
 
 def _try_lock(lock: FileLock) -> bool:
     """Whether the lock is held now. Does not wait."""
-    with suppress(TimeoutError):
+    from filelock import Timeout  # see `Turn`
+
+    # not every TimeoutError: that of a file system is no turn of another process
+    with suppress(Timeout):
         if not lock.is_locked:
             lock.acquire(blocking=False)
     return lock.is_locked

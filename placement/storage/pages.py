@@ -223,7 +223,9 @@ class Pages:
         """Take away the memory of pages whose bytes the host copy has, or that are not needed, once
         they are copied. Returns its size in bytes.
         `wipes`: wipe it at the addresses where it is, because other pages wait for it. Else `put`
-        has to map it somewhere for that, while the link is busy."""
+        has to map it somewhere for that, while the link is busy. A late call of another thread may
+        write there before the memory is unmapped. That shows in the page that gets the memory,
+        until its own bytes arrive."""
         leaving = sorted(index for index in indices if self.table[index].memory is not None)
         bytes_in_vain = 0
         for index in leaving:

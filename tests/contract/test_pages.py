@@ -72,8 +72,8 @@ OPERATIONS: dict[str, Callable[[Pages, ChunkPool], object]] = {
     "show": lambda pages, pool: pages.show(ALL),
     "hide": lambda pages, pool: pages.hide(ALL),
     "save": lambda pages, pool: pages.save(ALL),
-    "vacate": vacate_saved,
     "vacate and wipe": lambda pages, pool: vacate_saved(pages, pool, wipes=True),
+    "vacate": vacate_saved,
     "settle on the host": lambda pages, pool: pages.settle(Side.HOST, pool),
     "settle on the device": lambda pages, pool: pages.settle(Side.DEVICE, pool),
 }

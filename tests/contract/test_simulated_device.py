@@ -172,6 +172,15 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def test_memory_is_wiped_beside_copies_of_other_memory(now: list[float]) -> None:
+    device = make(bandwidth_bytes_per_second=1024.0)
+    addresses, slab = device.reserve(2 * SIZE), device.host(SIZE)
+    device.map(addresses, [device.create(SIZE), device.create(SIZE)])
+    device.copy([Copy(addresses.base, slab.address, 1024)], "to_host")
+    device.wipe_mapped(addresses, SIZE, SIZE)
+    assert now[0] == 100.0
+
+
 def test_a_slow_link_makes_the_caller_wait_in_each_direction_for_the_copies_before_a_mark(
     now: list[float],
 ) -> None:

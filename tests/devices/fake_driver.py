@@ -28,6 +28,7 @@ class FakeDriver(ModuleType):
     def __init__(self) -> None:
         super().__init__("cuda.bindings.driver")
         self.CUresult = Result
+        self.CUstream = int
         self.memory: dict[int, int] = {}
         """Bytes by handle, for as long as the handle or a mapping holds them."""
         self.content: dict[int, str] = {}
@@ -38,6 +39,7 @@ class FakeDriver(ModuleType):
         self.accessible: dict[int, int] = {}
         """To how many devices, by address of a mapping."""
         self.calls: Counter[str] = Counter()
+        self.num_contexts = 0  # pushed and not popped
         self.errors = 0
         self.refused = ""
         self.has_virtual_memory = True
@@ -94,9 +96,23 @@ class FakeDriver(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in ("cuDeviceGet", "cuDevicePrimaryCtxRetain"):
             return lambda index: self._answer(name, True, index)
-        if name in ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxSynchronize"):
-            return lambda *_: self._answer(name, True)
+        if name == "cuCtxSynchronize":
+            return lambda: self._answer(name, True)
         raise AttributeError(name)
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.num_contexts += 1
+        return self._answer("cuCtxPushCurrent", True)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        self.num_contexts -= 1
+        return self._answer("cuCtxPopCurrent", True)
+
+    def cuMemsetD8Async(
+        self, address: int, value: int, nbytes: int, stream: object
+    ) -> tuple[Any, ...]:
+        is_right = self.num_contexts > 0 and bool(self._whole(address, nbytes))
+        return self._answer("cuMemsetD8Async", is_right)
 
     def cuMemAddressReserve(self, nbytes: int, *_: int) -> tuple[Any, ...]:
         self._next += nbytes + STEP

@@ -200,6 +200,19 @@ def test_a_small_piece_of_poison_is_mapped_several_times_behind_a_chunk(
     assert driver.errors == 0
 
 
+def test_memory_is_wiped_where_it_is_in_the_context_of_the_device(
+    device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device may be current on the calling thread, or none."""
+    stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
+    monkeypatch.setattr(cuda, "own_stream", lambda index, purpose: stream)
+    addresses = poisoned(device, 3 * SIZE + 2 * STEP)
+    device.map(addresses, four(device))
+    device.wipe_mapped(addresses, 2 * SIZE, SIZE)
+    assert driver.calls["cuMemsetD8Async"] == 1
+    assert driver.errors == driver.num_contexts == 0
+
+
 def test_the_poison_of_a_device_takes_66_mib(driver: FakeDriver) -> None:
     device = CudaDevice(0)
     device.create(STEP)

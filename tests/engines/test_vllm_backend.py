@@ -223,6 +223,24 @@ def test_weights_that_are_discarded_once_give_their_host_memory_back(engine: Eng
         assert engine.is_whole
 
 
+def test_a_sleep_unmaps_each_block_as_soon_as_its_own_bytes_have_arrived(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, log = engine.vllm.device, engine.vllm.card.log
+    log.clear()
+    monkeypatch.setattr(device, "mark", lambda _: len(device.copied))
+    monkeypatch.setattr(device, "wait", lambda num_copied: log.append(("wait", num_copied)))
+    engine.backend.suspend(1)
+    assert len(device.copied) >= len(SIZES)
+    steps = [("to_host", nbytes) for nbytes in device.copied]
+    steps.append(("unmap", 4 * PAGE))  # the KV cache, while the others are copied
+    if engine.vllm.version >= "0.32":
+        steps.append(("unmap", PAGE))  # the workspace
+    for number, nbytes in enumerate(device.copied):
+        steps += [("wait", number + 1), ("unmap", nbytes)]
+    assert log == steps
+
+
 def test_memory_without_bytes_is_mapped_when_the_copies_are_done(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

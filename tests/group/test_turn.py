@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import logging
 import os
@@ -503,6 +505,18 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(turns.os, "getuid", lambda: 12345)
     with pytest.raises(PlacementError, match="belongs to another user"):
         Turn("GPU-1", str(tmp_path), 1.0)
+
+
+def test_a_file_system_that_does_not_answer_is_no_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    turn = Turn("GPU-1", str(tmp_path), 1.0)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(PlacementError, match=r"cannot lock .*Connection timed out"):
+        turn.take("train")
 
 
 def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> None:

@@ -113,6 +113,19 @@ def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
     assert worker.manager.snapshot().peak_bytes <= budget
 
 
+@pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
+def test_what_a_module_took_over_from_a_state_dict_is_saved_before_its_memory_is_aside() -> None:
+    device = LateDevice(CAPACITY, chunk_bytes=CHUNK)
+    worker = early_worker({"log_prob": {"critic": ALL}}, device=device)
+    wanted = copy.deepcopy(worker.critic_net.state_dict())
+    shown = worker.critic_net.state_dict()
+    with worker.manager.phase("values") as step:
+        worker.critic_net.load_state_dict(shown, assign=True)
+        shown.clear()
+        step.switch("log_prob")
+        assert_same(dict(worker.critic.state_dict()), dict(wanted))
+
+
 def test_a_manager_dropped_during_an_early_load_ends_and_the_values_stay() -> None:
     worker = early_worker({"idle": {"critic": ALL}, "log_prob": {"critic": ALL}})
     values = {name: each.clone() for name, each in worker.critic.state_dict().items()}

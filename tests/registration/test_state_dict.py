@@ -215,13 +215,16 @@ def test_an_optimizer_takes_over_a_state_dict_that_is_held(
 
 
 @pytest.mark.leaves_behind("the optimizer steps parameters that were replaced")
+@pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize(("device", "verify"), [("simulated", "always"), ("late", "off")])
-def test_a_module_takes_over_a_state_dict_that_is_held(device: str, verify: str) -> None:
+def test_a_module_takes_over_a_state_dict(device: str, verify: str, is_held: bool) -> None:
     worker = worker_on(device, verify)
     wanted = copy.deepcopy(worker.critic_net.state_dict())
     shown = worker.critic_net.state_dict()
     with worker.manager.phase("restore"):
         worker.critic_net.load_state_dict(shown, assign=True)
+        if not is_held:
+            shown.clear()
         worker.sgd.param_groups[0]["params"] = [*worker.critic_net.parameters()]
         worker.sgd.state.clear()
     assert_same(dict(worker.critic.state_dict()), dict(wanted))

@@ -103,6 +103,10 @@ class LateDevice(Faults):
         for each in self._waiting if direction is None else (direction,):
             self._make(each, self._number)
 
+    def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        super().wipe_mapped(addresses, nbytes, start)
+        self._count("sync")  # the wait for it, which may fail when all is wiped
+
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         first, last = addresses.base + start, addresses.base + start + nbytes
         for direction, waiting in self._waiting.items():

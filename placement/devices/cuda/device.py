@@ -222,7 +222,8 @@ class CudaDevice(Device):
     def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         wiping = own_stream(self.torch_device.index, "wiping")
         handle = self.driver.api.CUstream(wiping.cuda_stream)
-        self.driver.call("cuMemsetD8Async", addresses.base + start, 0xFF, nbytes, handle)
+        with self.driver:
+            self.driver.call("cuMemsetD8Async", addresses.base + start, 0xFF, nbytes, handle)
         wiping.synchronize()
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:

@@ -28,6 +28,7 @@ from placement.core import interrupts
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage
 from placement.storage.move import MoveResult
+from placement.storage.owners import RANGES
 from placement.storage.pages import Behind, ChunkPool, Side
 from placement.storage.range import Range
 from placement.storage.transfer.verification import Verifier
@@ -296,6 +297,7 @@ class Exchange:
                 departure.copied_bytes += sum(sum(r.layout.sizes) for r in departure.fresh)
             for holding in into:
                 self._arrivals.expect(holding, holding.take_in_coming())
+            self._wait_for_new_storages(departures)
             if self._puts_aside:
                 self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
@@ -325,16 +327,24 @@ class Exchange:
             finally:
                 holding.host_has_newest.set()  # no reader waits any longer
 
+    def _wait_for_new_storages(self, departures: Sequence[Departure]) -> None:
+        """Wait until new storages that lie in a range are on the host, because its memory goes from
+        here on: where a state dict was loaded back, they do. A verifier compares all new
+        storages."""
+        addresses = []
+        for departure in departures:
+            for r in departure.fresh:
+                addresses += [adoptee.storage.data_ptr() for adoptee in r.moving_in or ()]
+        lie_in_ranges = any(owner is not None for owner in RANGES.owners_of(addresses))
+        if lie_in_ranges or (addresses and self.verifier is not None):
+            self.device.wait(self.device.mark("to_host"))
+        if self.verifier is not None:
+            for departure in departures:
+                self.verifier.check_newborn(departure.holding, departure.fresh)
+
     def _move_out(self, departures: Sequence[Departure]) -> None:
         """Take away the memory of pages that leave, as they arrive on the host, and put it behind
         pages that come."""
-        has_new_storages = any(departure.fresh for departure in departures)
-        if self.verifier is not None and has_new_storages:
-            # Before any memory goes: where a state dict was loaded back, new storages may lie in
-            # that of a range.
-            self.device.wait(self.device.mark("to_host"))
-            for departure in departures:
-                self.verifier.check_newborn(departure.holding, departure.fresh)
         for departure in departures:
             self._enqueue_rest(departure)
         for departure in departures:
@@ -343,7 +353,7 @@ class Exchange:
         for departure in departures:
             departure.holding.save_aside()
         interrupts.check()
-        if has_new_storages:
+        if any(departure.fresh for departure in departures):
             self.device.wait(mark)  # the copies of new storages, which are in no batch
 
     def _begin(
