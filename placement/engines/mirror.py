@@ -131,8 +131,7 @@ class Mirror:
         return copied_bytes
 
     def end_save(self, block: Block) -> None:
-        """Wait until every byte of a block has arrived. To be called for each block of
-        `begin_save`, in their order."""
+        """Wait until a block of `begin_save` has arrived. To be called for each, in their order."""
         if block.base in self._saving:
             copies, prints = self._saving.pop(block.base)
             self.device.wait(copies)

@@ -424,8 +424,7 @@ class Exchange:
                     prints = comparison.host_prints
                 chunks = range(indices[0], indices[-1] + 1)
                 self.verifier.check_host(departure.holding, r, chunks, prints)
-            wipes = bool(self._arrivals)
-            departure.holding.vacate(r, indices, self.chunk_pool, wipes=wipes)
+            departure.holding.vacate(r, indices, self.chunk_pool, wipes=bool(self._arrivals))
             if self._releases_at_once and not self._arrivals:
                 self.chunk_pool.release()
             self._arrivals.bring_while_memory_lasts(most_created=0, longest=BATCH)
