@@ -1,8 +1,10 @@
-"""Ways to train a model in steps of GRPO's shape on one GPU: plain torch, FSDP2 and verl with their
-offloading, and placement under three policies."""
+"""Ways to train a model in steps of GRPO's shape on one GPU: plain torch, FSDP2, DeepSpeed and verl
+with their offloading, and placement under three policies."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +78,10 @@ class Trainer:
         for parameter in self.actor.parameters():
             yield parameter.detach().to(self.rig.torch_device, non_blocking=True)
 
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradients of a micro-batch."""
+        loss.backward()
+
     def seconds_of_moves(self) -> float | None:
         """Seconds in which the step stood still for moves since the last call; None where the
         system does not know."""
@@ -111,7 +117,7 @@ class Trainer:
         for index, ids in enumerate(batches):
             new = self.log_probs(self.actor, ids)
             loss = grpo_loss(new, old[index], reference[index]) / len(batches)
-            loss.backward()
+            self.backward(loss, is_last=index == len(batches) - 1)
             losses.append(loss.detach())
         self.rig.sync()
         began = time.perf_counter()
@@ -137,17 +143,19 @@ class Trainer:
             engine[: weight.numel()].view_as(weight).copy_(weight)
 
 
+def _join_alone(rig: Rig) -> None:
+    """Make a process group of this process alone."""
+    backend = "nccl" if rig.is_cuda else "gloo"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
 class Fsdp(Trainer):
     name = "FSDP2 CPUOffloadPolicy"
     needs_gpu = True
 
     def prepare(self) -> None:
-        torch.distributed.init_process_group(
-            "nccl" if self.rig.is_cuda else "gloo",
-            store=torch.distributed.HashStore(),
-            rank=0,
-            world_size=1,
-        )
+        _join_alone(self.rig)
         super().prepare()
 
     def model(self, dtype: torch.dtype) -> Decoder:
@@ -170,6 +178,38 @@ class Fsdp(Trainer):
         for parameter in self.actor.parameters():
             local: Any = parameter
             yield local.detach().to_local().to(self.rig.torch_device, non_blocking=True)
+
+
+class ZeroOffload(Trainer):
+    """DeepSpeed's ZeRO stage 2 with `offload_optimizer`: bf16 weights stay on the device. Float32
+    weights and moments are on the host, where `DeepSpeedCPUAdam` steps."""
+
+    optimizer: Any  # DeepSpeed's engine, which has the methods of an optimizer
+    name = "DeepSpeed ZeRO-Offload"
+    needs_package = "deepspeed"
+    needs_gpu = True
+
+    def prepare(self) -> None:
+        own_adam = _peers.deepspeed_cpu_adam()  # imports the whole package
+        deepspeed = importlib.import_module("deepspeed")
+        _join_alone(self.rig)
+        os.environ["LOCAL_RANK"] = "0"  # which DeepSpeed wants to be told
+        self.ref = self.model(torch.bfloat16)
+        self.actor = self.model(torch.bfloat16).requires_grad_()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": self.rig.is_cuda},
+            },
+        }
+        adam = own_adam(self.actor.parameters(), lr=1e-4, weight_decay=0.01)
+        self.optimizer = deepspeed.initialize(model=self.actor, optimizer=adam, config=config)[0]
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self.optimizer.set_gradient_accumulation_boundary(is_last)
+        self.optimizer.backward(loss)
 
 
 class Verl(Trainer):
@@ -280,5 +320,5 @@ class PlacedResident(Placed):
 
 TRAINERS: dict[str, type[Trainer]] = {
     system.name: system
-    for system in (Trainer, PlacedColocated, PlacedCyclic, PlacedResident, Verl, Fsdp)
+    for system in (Trainer, PlacedColocated, PlacedCyclic, PlacedResident, Verl, Fsdp, ZeroOffload)
 }

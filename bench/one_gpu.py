@@ -11,6 +11,8 @@ Each system runs in a process of its own, with all of the GPU or with 80 GB of i
 
 torch: everything stays on the device. TRL does the same.
 FSDP2 CPUOffloadPolicy: weights, gradients and moments on the host, where the fused AdamW steps.
+DeepSpeed ZeRO-Offload: weights in bf16, without autocast's float32; weights in float32 and moments
+on the host, where DeepSpeed's AdamW steps.
 verl: its `param_offload` and `optimizer_offload`, by the helpers of its FSDP engine.
 placement: under `Colocated("streamed", stream_sync=True)`, `Cyclic(optimizer_in="streamed")` and
 `Resident()`. The budget is what gradients and activations leave. The forecast is that of
