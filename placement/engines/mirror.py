@@ -43,6 +43,8 @@ class _Place:
     """The place of one block in the slab."""
 
     host: torch.Tensor
+    block: torch.Tensor  # uint8, on the device
+    piece_sizes: list[int]
     prints: torch.Tensor | None = None  # of its pieces; None while the bytes there mean nothing
 
 
@@ -82,7 +84,9 @@ class Mirror:
         slab = self.device.host(sum(block.nbytes for block in blocks))
         start = 0
         for block in blocks:
-            self._places[block.base] = _Place(slab.view(start, block.nbytes))
+            data = self.device.view(block, 0, block.nbytes)
+            sizes = [piece.nbytes for piece in data.split(PIECE_BYTES)]
+            self._places[block.base] = _Place(slab.view(start, block.nbytes), data, sizes)
             start += block.nbytes
         self.host_bytes = slab.nbytes
         self._fingerprints(blocks[:1])  # so that the first save does not wait for its kernel
@@ -123,7 +127,7 @@ class Mirror:
             copies = []
             for piece in pieces:
                 start = piece * PIECE_BYTES
-                nbytes = min(PIECE_BYTES, block.nbytes - start)
+                nbytes = place.piece_sizes[piece]
                 copies.append(Copy(block.base + start, place.host.data_ptr() + start, nbytes))
             self.device.copy(copies, "to_host")
             copied_bytes += sum(copy.nbytes for copy in copies)
@@ -149,11 +153,7 @@ class Mirror:
     def differing(self, fetched: Mapping[Block, object]) -> dict[int, torch.Tensor]:
         """The fingerprints, by address, of those blocks that do not have the bytes that left. Only
         blocks are compared whose source is their place."""
-        blocks = [
-            block
-            for block, source in fetched.items()
-            if self.has(block) and source is self.host(block)
-        ]
+        blocks = [block for block, source in fetched.items() if self._is_place(block, source)]
         wrong = {}
         for block, prints in zip(blocks, self._fingerprints(blocks), strict=True):
             if differing(self._places[block.base].prints, prints):
@@ -162,8 +162,11 @@ class Mirror:
 
     def still_spoilt(self, blocks: Sequence[Block]) -> bool:
         """Whether one of these blocks came back wrong and was not written since."""
-        suspects = [block for block in blocks if block.base in self.spoilt]
+        suspects = [block for block in blocks if block.base in self.spoilt and self.has(block)]
         return any(map(self._is_spoilt, suspects, self._fingerprints(suspects)))
+
+    def _is_place(self, block: Block, source: object) -> bool:
+        return self.has(block) and self.host(block) is source
 
     def _is_spoilt(self, block: Block, prints: torch.Tensor) -> bool:
         return block.base in self.spoilt and torch.equal(self.spoilt[block.base], prints)
@@ -172,11 +175,8 @@ class Mirror:
         """The fingerprints of each block's pieces, int64 on the CPU."""
         if not blocks:
             return []
-        prints = []
-        for block in blocks:
-            bytes_of_block = self.device.view(block, 0, block.nbytes)
-            sizes = [piece.nbytes for piece in bytes_of_block.split(PIECE_BYTES)]
-            prints.append(fingerprints(bytes_of_block, sizes))
+        places = [self._places[block.base] for block in blocks]
+        prints = [fingerprints(place.block, place.piece_sizes) for place in places]
         # to the CPU together: each transfer is a wait for the device
         on_cpu = torch.cat(prints).cpu()
         return list(on_cpu.split([len(of_block) for of_block in prints]))
