@@ -48,7 +48,7 @@ class Control:
         length = environ.get("CONTENT_LENGTH") or "0"
         if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
             return _refused(HTTPStatus.BAD_REQUEST, "the body needs a Content-Length")
-        if int(length) > _MOST_BYTES:
+        if len(length) > 9 or int(length) > _MOST_BYTES:
             reason = f"the body has more than {_MOST_BYTES} bytes"
             return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
         body = environ["wsgi.input"].read(int(length))
