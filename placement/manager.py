@@ -487,7 +487,8 @@ class Manager:
             epoch: the suspension that is to end; None: the present one.
 
         Raises:
-            PhaseError: the epoch is not that of the last suspension.
+            PhaseError: the epoch is not that of the last suspension. A rank may suspend some
+                milliseconds after the rank that was asked has answered.
             CoordinatorLost: the other ranks cannot be told. This one stays suspended.
         """
         return self._stack.suspension.resume(epoch)

@@ -251,6 +251,7 @@ def test_a_restarted_rank_counts_anew_and_the_others_with_it() -> None:
         future = asked(rank)
         work = begun(on_all, ranks, Rank.step)
         assert future.result(30).epoch == epoch
+        until(lambda: are_suspended(ranks) == {True})  # the other rank may be later
         restarted.manager.resume(epoch)
         assert work.result(60) == ["done"] * 2
         assert {rank.manager.resume().epoch for rank in ranks} == {epoch}
