@@ -61,19 +61,6 @@ def give_back(manager: Manager, names: Iterable[str]) -> None:
             manager.unregister(name)
 
 
-def figures_for(
-    manager: Manager,
-    logs: Mapping[str, Any],
-    is_training: bool,
-) -> dict[str, float]:
-    """The figures for one line of a trainer's log. The last line of a training has the totals, and
-    one of an evaluation has none."""
-    is_last = "train_runtime" in logs
-    if not manager.settings.trainer_log or not (is_training or is_last):
-        return {}
-    return manager.metrics(totals=is_last)
-
-
 class Turns:
     """One phase of a manager that stays open over several calls of a framework, and switches from
     one purpose to the next. A `with` block leaves it at its end."""
@@ -281,7 +268,17 @@ class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follow
         *args: Any,
         **keywords: Any,
     ) -> None:
+        """Log with placement's figures. The last line of a training has the totals, and one of an
+        evaluation has none."""
+        manager, is_last = self._manager_to_log(), "train_runtime" in logs
+        is_logged = is_last or self.model.training
+        if manager is not None and is_logged and manager.settings.trainer_log:
+            logs.update(manager.metrics(totals=is_last))
+        super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
+
+    def _manager_to_log(self) -> Manager | None:
+        """The manager that places the models now."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, PlacementCallback) and _MODEL in callback.manager.handles:
-                logs.update(figures_for(callback.manager, logs, self.model.training))
-        super().log(logs, *args, **keywords)
+                return callback.manager
+        return None

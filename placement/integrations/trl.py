@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 from accelerate import DistributedDataParallelKwargs
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from placement.core.errors import DeviceMemoryError, GroupError
 from placement.core.journal import logger
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.transformers import Turns, figures_for, give_back, manager_with_phases
+from placement.integrations.transformers import (
+    PlacedTrainer,
+    Turns,
+    give_back,
+    manager_with_phases,
+)
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]
@@ -36,7 +41,7 @@ actor's weights into the reference."""
 _ACTOR, _OPTIMIZER, _REF, _ROLLOUT = "actor", "actor.optimizer", "ref", "rollout"
 
 
-class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not followed by mypy
+class _PlacedTrainer(PlacedTrainer):
     """The part that both trainers share. It comes before TRL's trainer among the bases.
 
     `manager` is the manager of this process. None: `Manager.from_settings()`, which reads the
@@ -291,16 +296,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             self._turns.to(phase, only=only)
             yield self._turns.to
 
-    def log(
-        self,
-        logs: dict[str, float],
-        *args: Any,
-        **keywords: Any,
-    ) -> None:
-        """Log with placement's figures: torch's own do not see its memory."""
-        if self._is_placed:
-            logs.update(figures_for(self.manager, logs, self.model.training))
-        super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
+    def _manager_to_log(self) -> Manager | None:
+        return self.manager if self._is_placed else None
 
     def evaluation_loop(self, *args: Any, **keywords: Any) -> Any:
         """Evaluate. Inside `train()` the actor stays on the device, for callbacks and savers."""

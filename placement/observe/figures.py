@@ -6,6 +6,7 @@ Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
@@ -13,25 +14,23 @@ from placement.core.snapshot import Snapshot
 _GB = 10**9
 
 
+@dataclass(eq=False)
 class Figures:
     """The figures of one manager. `Manager.metrics` explains them.
 
-    Bytes of a handle stay counted when it is unregistered.
+    A phase has its keys once it has run or failed to begin. Bytes of a handle stay counted when it
+    is unregistered.
     """
 
-    def __init__(self, journal: Journal, take_snapshot: Callable[[], Snapshot]) -> None:
-        self._journal = journal
-        self._take_snapshot = take_snapshot
-        self._counted: dict[str, float] = {}
+    _journal: Journal
+    _take_snapshot: Callable[[], Snapshot]
+    _counted: dict[str, float] = field(default_factory=dict)
 
     def read(self, *, totals: bool) -> dict[str, float]:
         """The figures since the last call. `totals`: also those since the manager was made."""
-        snapshot = self._take_snapshot()
-        journal = self._journal
-        phase = journal.phase
-        resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
-        journal.note_held(phase, resident_bytes)
-        peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {phase: resident_bytes}
+        snapshot, journal = self._take_snapshot(), self._journal
+        now = {journal.phase: sum(handle.resident_bytes for handle in snapshot.handles)}
+        peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, now
         counted = self._counters(snapshot)
         before, self._counted = self._counted, counted
 
@@ -39,25 +38,23 @@ class Figures:
         disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
         if disk_bytes:
             figures["disk_gb"] = disk_bytes / _GB
-        for name in _phases(snapshot):
-            figures[f"peak_device_gb/{name}"] = peaks.get(name, 0) / _GB
+        for phase in snapshot.phase_peak_bytes | snapshot.phase_stall_seconds:
+            figures[f"peak_device_gb/{phase}"] = peaks.get(phase, 0) / _GB
         for name, value in counted.items():
             figures[name] = value - before.get(name, 0)
             if totals:
                 figures[f"total/{name}"] = value
         if totals:
-            for name, nbytes in snapshot.phase_peak_bytes.items():
-                figures[f"total/peak_device_gb/{name}"] = nbytes / _GB
+            for phase, nbytes in snapshot.phase_peak_bytes.items():
+                figures[f"total/peak_device_gb/{phase}"] = nbytes / _GB
         return {f"placement/{name}": value for name, value in figures.items()}
 
     def _counters(self, snapshot: Snapshot) -> dict[str, float]:
         """The figures that only grow. A feature's figures are there from its first use on."""
+        gone = self._journal.gone
 
         def gigabytes(name: str) -> float:
-            nbytes: int = self._journal.gone[name]
-            for handle in snapshot.handles:
-                nbytes += getattr(handle, name)
-            return nbytes / _GB
+            return (gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)) / _GB
 
         failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
         stalls = snapshot.phase_stall_seconds
@@ -67,18 +64,13 @@ class Figures:
             "to_host_gb": gigabytes("offloaded_bytes"),
             "skipped_gb": gigabytes("skipped_bytes"),
         }
-        for phase in _phases(snapshot):
+        for phase in snapshot.phase_peak_bytes | stalls:
             counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
         of_features = {
             "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
             "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
-            "failures": failures + self._journal.gone["failures"],
+            "failures": failures + gone["failures"],
             "pairing_violations": snapshot.pairing_violations,
             "wrong_writes": snapshot.wrong_writes,
         }
         return counted | {name: value for name, value in of_features.items() if value}
-
-
-def _phases(snapshot: Snapshot) -> list[str]:
-    """The phases that have run, or failed to begin. Each has its keys from then on."""
-    return sorted({*snapshot.phase_peak_bytes, *snapshot.phase_stall_seconds})
