@@ -232,12 +232,9 @@ def run_status(arguments: argparse.Namespace) -> int:
 def incident_report(folder: Path) -> str:
     """The report of an incident: who held what, largest first, and the cause. Raises
     PlacementError: this is no folder of an incident."""
-    audit: dict[str, Any] = {"findings": []}
     try:
         incident = json.loads((folder / "incident.json").read_text())
         snapshot = json.loads((folder / "snapshot.json").read_text())
-        with suppress(OSError, ValueError):  # cut by a full disk, or missing: the device failed
-            audit = json.loads((folder / "audit.json").read_text())
     except (OSError, ValueError) as error:
         raise PlacementError(f"{folder} is not the folder of an incident: {error!r}") from error
     snapshot["handles"].sort(key=lambda handle: -handle["resident_bytes"])
@@ -247,10 +244,10 @@ def incident_report(folder: Path) -> str:
         f"\nphase {incident['phase']!r}, planned: {planned}\n",
         _report([{"name": folder.name, "labels": {}, "snapshot": snapshot}]),
     ]
-    for pid, nbytes in incident["processes"].items():
-        lines.append(f"process {pid}: {readable(nbytes or 0)}")
-    for finding in audit["findings"]:
-        lines.append(f"{finding['what']}: {finding['handle'] or 'device'}: {finding['detail']}")
+    # the device may have failed, or the disk was full
+    with suppress(OSError, ValueError):
+        lines.append(json.loads((folder / "audit.json").read_text())["report"])
+        lines.append((folder / "processes.txt").read_text())
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -219,16 +219,6 @@ class Outside:
         if self._others is None or self._own_bytes is None:
             return None
         return self._others.nbytes
-
-    def processes_now(self, seconds: float) -> Mapping[int, int | None]:
-        """Device bytes of all processes by their ids, measured now if that takes no longer than so
-        many seconds; empty while unknown."""
-        if self._others is None:
-            return {}
-        self._ask()
-        if self._others.processes:  # else there may be no NVML
-            self._told.wait(seconds)
-        return self._others.processes
 
     @property
     def own_bytes(self) -> int | None:

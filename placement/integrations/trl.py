@@ -24,12 +24,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from placement.core.errors import DeviceMemoryError, GroupError
 from placement.core.journal import logger
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.transformers import (
-    PlacedTrainer,
-    Turns,
-    give_back,
-    manager_with_phases,
-)
+from placement.integrations.transformers import PlacedTrainer, Turns, give_back, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]

@@ -54,7 +54,8 @@ class Figures:
         gone = self._journal.gone
 
         def gigabytes(name: str) -> float:
-            return (gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)) / _GB
+            nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
+            return nbytes / _GB
 
         failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
         stalls = snapshot.phase_stall_seconds

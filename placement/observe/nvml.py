@@ -28,7 +28,6 @@ class OtherProcesses:
 
     def __init__(self, uuid: str) -> None:
         self.nbytes: int | None = None  # the last measurement; None while unknown
-        self.processes: dict[int, int | None] = {}  # the bytes of all that were listed, by id
         self._then: Callable[[int | None], None] | None = None
         self._wake = threading.Event()
         nvml = _library() if uuid else None
@@ -53,7 +52,7 @@ class OtherProcesses:
         then = self._then
         self._then = None
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        self.processes = sizes = {process.pid: process.usedGpuMemory for process in processes}
+        sizes = {process.pid: process.usedGpuMemory for process in processes}
         nbytes = None
         if None not in sizes.values() and os.getpid() in sizes:
             nbytes = sum(sizes.values()) - sizes[os.getpid()]
@@ -83,7 +82,6 @@ def _watch(
         measured = alive()
         if measured is not None:
             measured.nbytes = None
-            measured.processes = {}
     finally:
         nvml.nvmlShutdown()
 

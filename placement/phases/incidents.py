@@ -17,23 +17,15 @@ from pathlib import Path
 import torch
 from pydantic_core import to_json
 
-from placement.core.errors import (
-    BrokenHandleError,
-    DeviceMemoryError,
-    HostMemoryError,
-    IntegrityError,
-)
+from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import Plan
-from placement.devices.memory import Outside
 
-# torch's is one of the user's own computing
-_OUT_OF_MEMORY = (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
-_KINDS = (*_OUT_OF_MEMORY, BrokenHandleError, IntegrityError)
+# the last one is torch's, of the user's own computing
+_KINDS = (IntegrityError, HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError)
 _NOTE = "placement: incident: "
-_NVML_SECONDS = 2.0  # a driver that hangs does not hold a worker that has an error to tell
 
 
 @dataclass(eq=False)
@@ -47,9 +39,8 @@ class Incidents:
     _take_snapshot: Callable[[], Snapshot]
     _take_audit: Callable[[Plan], Audit]
     _journal: Journal
-    _outside: Outside
+    _device: torch.device
     _folders: deque[Path] = field(default_factory=deque)
-    _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
     def report(
         self,
@@ -61,11 +52,9 @@ class Incidents:
         error's last line.
         `plan`: that of the phase which was to begin or to end.
         `raised`: the error that the user sees instead of this one."""
-        directory = self._settings.incidents
-        if directory is None:
+        if self._settings.incidents is None:
             return
-        if raised is None:
-            raised = error
+        raised = error if raised is None else raised
         notes = getattr(raised, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
@@ -74,8 +63,9 @@ class Incidents:
                 return
         try:
             snapshot = self._take_snapshot()
-            if self._is_incident(error, snapshot):
-                folder = self._new_folder(Path(directory))
+            is_broken = any(handle.broken for handle in snapshot.handles)
+            if is_broken or isinstance(error, _KINDS):
+                folder = self._new_folder(self._settings.incidents)
                 try:
                     self._fill(folder, error, plan, snapshot)
                 finally:
@@ -83,15 +73,10 @@ class Incidents:
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
             logger.warning("an incident is not complete: %s", failure)
 
-    def _is_incident(self, error: BaseException, snapshot: Snapshot) -> bool:
-        """Whether an error is one of memory or bytes, or a handle has broken since the last one."""
-        before = self._broken
-        self._broken = {handle.name for handle in snapshot.handles if handle.broken}
-        return isinstance(error, _KINDS) or not self._broken <= before
-
-    def _new_folder(self, directory: Path) -> Path:
+    def _new_folder(self, directory: str) -> Path:
         when = time.strftime("%Y%m%d-%H%M%S")
-        folder = directory / f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        name = f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        folder = Path(directory, name)
         folder.mkdir(parents=True)
         self._folders.append(folder)
         if len(self._folders) > self._settings.incidents_kept:
@@ -101,13 +86,12 @@ class Incidents:
     def _fill(
         self, folder: Path, error: BaseException, plan: Plan | None, snapshot: Snapshot
     ) -> None:
-        """Write the files. The audit is last, because a device that has failed ends it."""
+        """Write the files. A device that has failed ends the last ones."""
         states = Plan({handle.name: handle.state for handle in snapshot.handles})
         incident = {
             "error": f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode(),
             "phase": self._journal.phase,
             "plan": plan or states,
-            "processes": self._outside.processes_now(_NVML_SECONDS),
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
         (folder / "incident.json").write_bytes(to_json(incident))
@@ -117,3 +101,6 @@ class Incidents:
         if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
         (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))
+        if self._device.type == "cuda":
+            processes = torch.cuda.list_gpu_processes(self._device)
+            (folder / "processes.txt").write_text(processes)

@@ -88,18 +88,15 @@ class Reconciler:
             self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back_restarted_engines(self, *, asks_all: bool = False) -> list[str]:
-        """Have engines take part again that were restarted. Their states follow. Returns their
-        names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
-        names = []
+    def take_back_restarted_engines(self, *, asks_all: bool = False) -> None:
+        """Have engines take part again that were restarted. Their states follow. `asks_all`: also
+        engines that nothing was sent to since, so that none is lost."""
         for handle in self._handles.values():
             residency = handle.storage
             if isinstance(residency, Residency) and (asks_all or residency.doubt is not None):
                 with suppress(EngineError):  # it was not, does not answer yet, or cannot be asked
                     handle.object.reattach()
                     self._mover.each_repaired([handle], lambda _: None)
-                    names.append(handle.name)
-        return names
 
     def drop(self, names: Iterable[str]) -> list[Exception]:
         """Have engines discard the weights that they have on the host. Returns the errors. Raises

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from placement import (
     Manager,
 )
 from placement.cli import main
-from placement.observe import nvml
 from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
-from tests.support.threads import on_all, until
+from tests.support.threads import on_all
 from tests.support.worker import CAPACITY, Worker, learn, net
 
 FILES = {
@@ -40,12 +38,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "new" / "incidents"
 
 
-def folder_of(error: BaseException, place: Path) -> Path:
+def folder_of(error: BaseException, place: Path, files: Set[str] = FILES) -> Path:
     """The folder that the last line of an error names; the only one."""
     last = error.__notes__[-1]
     (folder,) = place.iterdir()
     assert last == f"placement: incident: {folder} (placement status --incident {folder})"
-    assert {file.name for file in folder.iterdir()} == FILES
+    assert {file.name for file in folder.iterdir()} == files
     return folder
 
 
@@ -281,20 +279,13 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_processes_of_a_gpu(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processes = [types.SimpleNamespace(pid=7, usedGpuMemory=123)]
-    library = types.SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda device: processes,
-    )
-    monkeypatch.setattr(nvml, "_library", lambda: library)
-    monkeypatch.setattr(SimulatedDevice, "uuid", "GPU-1")
-    worker = Worker(budget_bytes=80 << 10, incidents=place)
-    outside = worker.manager._stack.reconciler.outside
-    until(lambda: outside.processes_now(1) == {7: 123})
-    processes[0] = types.SimpleNamespace(pid=8, usedGpuMemory=124)  # it has come since
+    device = SimulatedDevice(CAPACITY)
+    worker = Worker(device=device, budget_bytes=80 << 10, incidents=place)
+    incidents = worker.manager._stack.incidents
+    monkeypatch.setattr(incidents, "_device", torch.device("cuda", 3))
+    told = {torch.device("cuda", 3): "GPU:5\nprocess 8 uses 124.000 MB GPU memory"}
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", told.get)
     with pytest.raises(DeviceMemoryError) as caught:
         worker.manager.phase("train").__enter__()
-    assert "process 8: 124" in read(folder_of(caught.value, place), capsys).splitlines()
+    folder = folder_of(caught.value, place, FILES | {"processes.txt"})
+    assert "process 8 uses 124.000 MB GPU memory" in read(folder, capsys).splitlines()
