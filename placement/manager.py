@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from placement.core.errors import PhaseError, PlacementError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
-from placement.core.settings import (
-    PREFIX,
-    Settings,
-    SettingsKeywords,
-    WorkerRole,
-    control_token_of_environment,
-)
+from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole, control_token
 from placement.core.snapshot import Audit, Snapshot, SuspensionRequest, SuspensionStatus, summary
 from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
@@ -596,16 +590,14 @@ class Manager:
                 environment variable `PLACEMENT_CONTROL_TOKEN`; without it they are not served.
 
         Raises:
-            PlacementError: the address or port cannot be bound, the folder cannot be written, or
-                the manager is closed.
-            ValueError: the token is empty, or has blanks or characters beyond ASCII.
+            PlacementError: the address or port cannot be bound, the folder cannot be written, the
+                token has blanks or characters beyond ASCII, or the manager is closed.
         """
-        from placement.observe.control import Control
         from placement.observe.discovery import Identity
-        from placement.observe.server import MetricsServer
+        from placement.observe.server import Control, MetricsServer
 
         self._stack.lock.check_process()
-        token = control_token_of_environment() if control is None else control
+        token = control_token(control)
         asked = self._stack.suspension
         controls = None if token is None else Control(token, asked.suspend, asked.resume)
         if identity is None:

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from placement.core.errors import PlacementError
 from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
 PREFIX = "PLACEMENT_"
@@ -76,9 +77,13 @@ def device_of_environment() -> str:
     return os.environ.get(f"{PREFIX}DEVICE") or "auto"
 
 
-def control_token_of_environment() -> str | None:
-    """The token for `Manager.serve`. It is no setting: no dump of settings shows it."""
-    return os.environ.get(f"{PREFIX}CONTROL_TOKEN") or None
+def control_token(given: str | None = None) -> str | None:
+    """The token for `Manager.serve`: the given one, else that of the environment. It is no setting:
+    no dump of settings shows it. Raises PlacementError: it is not visible ASCII."""
+    token = given or os.environ.get(f"{PREFIX}CONTROL_TOKEN")
+    if token and not re.fullmatch("[!-~]+", token):  # a later error would show it
+        raise PlacementError("the control token must be visible ASCII characters, no blanks")
+    return token or None
 
 
 def nearest(word: str, permitted: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ GET and HEAD are served, and with a `Control` the POST of its paths.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import importlib.resources
 import io
 import json
@@ -36,9 +37,8 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from placement.core.errors import PlacementError
 from placement.core.journal import Journal
-from placement.core.snapshot import Snapshot
+from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
 from placement.observe.collector import make_registry
-from placement.observe.control import PATHS, Control
 from placement.observe.discovery import Announcement, Identity, Target
 from placement.observe.trace import encoded_trace
 
@@ -112,6 +112,50 @@ def _file(name: str, kind: str) -> Page:
         return Response(HTTPStatus.OK, body, f"{kind}; charset=utf-8", _HEADERS)
 
     return page
+
+
+PATHS = ("/suspend", "/resume")
+_MOST_BYTES = 64 << 10  # the longest body that is read
+
+
+@dataclass(frozen=True, repr=False)
+class Control:
+    """Suspends and resumes one manager for clients that have the token: `POST /suspend` and
+    `POST /resume`. `suspend`, `resume`: see `Suspension`."""
+
+    token: str
+    suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus]
+    resume: Callable[[int | None], SuspensionStatus]
+
+    def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Response:
+        """Carry out a client's request. `has_gone`: whether the client has closed its
+        connection."""
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
+        try:
+            if "HTTP_TRANSFER_ENCODING" in environ:
+                raise ValueError("the body needs a Content-Length")
+            length = int(environ.get("CONTENT_LENGTH") or 0)
+            if length > _MOST_BYTES:
+                reason = f"the body has more than {_MOST_BYTES} bytes"
+                return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+            body = environ["wsgi.input"].read(max(length, 0)) if length else b"{}"
+            request = SuspensionRequest.model_validate_json(body)
+            if environ["PATH_INFO"] == "/suspend":
+                status = self.suspend(request, has_gone)
+            else:
+                status = self.resume(request.epoch)
+        except ValueError as error:
+            return _refused(HTTPStatus.BAD_REQUEST, str(error))
+        except PlacementError as error:
+            return _refused(HTTPStatus.CONFLICT, str(error))
+        return Response(HTTPStatus.OK, status.model_dump_json().encode(), JSON)
+
+
+def _refused(status: HTTPStatus, reason: str) -> Response:
+    body = json.dumps({"error": reason}).encode()
+    return Response(status, body, JSON, (("WWW-Authenticate", "Bearer"),))
 
 
 class MetricsServer(ThreadingWSGIServer):
@@ -334,14 +378,11 @@ class MetricsServer(ThreadingWSGIServer):
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
     def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
-        status, body = control.answer(environ, partial(self._has_gone, environ[_CLIENT]))
-        return Response(status, body, JSON, (("WWW-Authenticate", "Bearer"),))
+        return control.answer(environ, partial(self._has_gone, environ[_CLIENT]))
 
     def _has_gone(self, client: socket.socket) -> bool:
         """Whether a client that waits for its answer has closed its connection, or was dropped.
         Another one may go on waiting."""
-        if client not in self._clients:
-            return True
         self._clients[client] = time.monotonic()
         poll = select.poll()
         poll.register(client, select.POLLRDHUP)
