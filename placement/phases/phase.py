@@ -70,6 +70,15 @@ class OpenPhase:
     hold at once."""
 
 
+@dataclass
+class LastSuspension:
+    """The last suspension of a manager."""
+
+    epoch: int = 0  # its number; 0: there was none
+    drop: tuple[str, ...] = ()  # the engines that it has dropped
+    until_seconds: float = -math.inf  # its end on the monotonic clock
+
+
 def innermost(phases: Sequence[OpenPhase]) -> str | None:
     return phases[-1].name if phases else None
 
@@ -84,14 +93,13 @@ class OpenPhases:
         # names of the handles that the last phase has kept on the device, until the next phase
         # transition
         self.kept: frozenset[str] = frozenset()
-        # the time on the monotonic clock until which `Suspension` suspends the manager
-        self.suspended_until = -math.inf
+        self.suspension = LastSuspension()
         self.suspended_seconds = 0.0  # the seconds for which phases have waited for that
 
     @property
     def is_suspended(self) -> bool:
         """Whether nothing belongs on the device outside every phase, whatever the policy says."""
-        return time.monotonic() < self.suspended_until
+        return time.monotonic() < self.suspension.until_seconds
 
     @property
     def name(self) -> str:

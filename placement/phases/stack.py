@@ -19,7 +19,7 @@ from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.snapshot import Audit, SuspensionRequest
+from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote, Suspended
@@ -96,7 +96,7 @@ class PhaseStack:
             lambda: all(phase.is_abandoned for phase in self.phases.all),
         )
         self.suspension = Suspension(
-            self.lock, self.phases, self._handles, self.take_snapshot, self._leave_the_device
+            self.lock, self.phases, self._handles, self.take_snapshot, self._offload_all
         )
 
     @contextmanager
@@ -297,14 +297,7 @@ class PhaseStack:
 
     # --- suspending
 
-    def _leave_the_device(self, request: SuspensionRequest) -> None:
-        """Take every handle off the device, on all ranks or on none. Raises what failed."""
-        self._offload_all("suspend")
-        if request.drop:
-            # Not before every rank has left: an engine comes back, and may be on their devices too.
-            self._offload_all(f"drop {', '.join(request.drop)}", request.drop)
-
-    def _offload_all(self, action: str, drop: Sequence[str] = ()) -> None:
+    def _offload_all(self, action: str, drop: Sequence[str]) -> None:
         """Have engines drop their weights, and take every handle off the device, outside every
         phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
         raises those."""
@@ -511,7 +504,6 @@ class PhaseStack:
                     _raise_all(failures)
                 self._device.close()
                 self.lock.is_closed = True
-                self.suspension.end()
                 changed = self.reconciler.changes.take()
                 if changed is not None:
                     logger.error("closed: %s", changed)

@@ -164,7 +164,7 @@ def test_the_token_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker()
     worker.post("/suspend")
     worker.post("/suspend", b"{")
-    worker.suspension.status = None  # type: ignore[assignment,method-assign]
+    worker.suspension._status = None  # type: ignore[assignment,method-assign]
     assert worker.post("/resume")[0] == 500
     control = worker.server._pages["/suspend"].args[0]  # type: ignore[attr-defined]
     shown = caplog.text + f"{worker.server!r}{control!r}{worker.manager.snapshot()!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -235,7 +234,7 @@ def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
     snapshot = manager.snapshot()
     assert not snapshot.suspended
     assert 0 < snapshot.suspended_seconds < 30
-    with pytest.raises(PhaseError, match="epoch 1 cannot begin: the last one, 1, is over"):
+    with pytest.raises(PhaseError, match="the last one, 1, has dropped nothing and is over"):
         manager.suspend(epoch=1)
 
 
@@ -305,16 +304,9 @@ def test_past_the_deadline_it_is_refused_and_forgotten(trainer: Trainer) -> None
     assert manager.resume().epoch == 0
 
 
-def test_in_the_thread_of_the_open_phase_it_is_refused_at_once(trainer: Trainer) -> None:
-    manager = trainer.manager
-    with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase 'train' o"):
-        manager.suspend(3600)
-
-    async def in_a_task() -> None:
-        with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase"):
-            manager.suspend(3600)
-
-    asyncio.run(in_a_task())
+def test_in_the_thread_of_the_open_phase_it_is_refused_at_the_deadline(trainer: Trainer) -> None:
+    with trainer.manager.phase("train"), pytest.raises(PhaseError, match="open phases: train"):
+        trainer.manager.suspend(0.05)
 
 
 def test_a_device_that_fails_refuses_it_and_loses_nothing() -> None:
@@ -470,9 +462,9 @@ def test_twice_is_once(trainer: Trainer) -> None:
 def test_an_old_epoch_is_refused(trainer: Trainer) -> None:
     manager = trainer.manager
     assert manager.suspend(epoch=7).epoch == 7
-    with pytest.raises(PhaseError, match="epoch 6 cannot begin: the last one, 7, is suspended now"):
+    with pytest.raises(PhaseError, match="the last one, 7, has dropped nothing and is on"):
         manager.suspend(epoch=6)
-    with pytest.raises(PhaseError, match="epoch 8 cannot begin: the last one, 7, is suspended now"):
+    with pytest.raises(PhaseError, match="the last one, 7, has dropped nothing and is on"):
         manager.suspend(epoch=8)
     with pytest.raises(PhaseError, match="resume: epoch 6 is not the last one, 7"):
         manager.resume(epoch=6)
@@ -487,7 +479,7 @@ def test_of_two_that_ask_the_newer_one_gets_it(trainer: Trainer) -> None:
     with manager.phase("train"):
         older, newer = asked(manager, epoch=3), asked(manager, epoch=4)
     assert newer.result(30).epoch == 4
-    with pytest.raises(PhaseError, match="epoch 3 cannot begin: the last one, 4, is suspended now"):
+    with pytest.raises(PhaseError, match="the last one, 4, has dropped nothing and is on"):
         older.result(30)
 
 
