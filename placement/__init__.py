@@ -129,9 +129,8 @@ __getattr__ = _on_demand(
         **{room: room for room in _ROOMS},
         **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),
         **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
-        **dict.fromkeys(
-            ("Audit", "Finding", "HandleSnapshot", "Snapshot", "SuspensionStatus"), "core.snapshot"
-        ),
+        **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
+        "SuspensionStatus": "core.snapshot",
         "Manager": "manager",
         "Hold": "phases.hold",
         "Phase": "phases.phase",

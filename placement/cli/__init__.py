@@ -24,10 +24,8 @@ COMMANDS = {
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""
-_MODULES = {
-    **dict.fromkeys(("dashboards", "resume", "status", "suspend", "trace"), "workers"),
-    "explain": "plan",
-}
+_MODULES = dict.fromkeys(("dashboards", "resume", "status", "suspend", "trace"), "workers")
+_MODULES["explain"] = "plan"
 """The module of each subcommand that has none of its own name."""
 
 

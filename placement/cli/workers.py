@@ -267,16 +267,16 @@ _SPARE_SECONDS = 60.0  # beyond the deadline, for moves, and for ranks that agre
 def add_suspend(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
-    parser.add_argument("--deadline", type=_seconds, default=60.0, metavar="SECONDS", help=text)
+    parser.add_argument("--deadline", type=_seconds, metavar="SECONDS", help=text)
     text = "an engine that is to keep no weights on the host; may be given again"
-    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help=text)
+    parser.add_argument("--drop", action="append", metavar="NAME", help=text)
     text = "after how long it is resumed at the latest"
     parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
-    parser.set_defaults(run=run_control)
+    parser.set_defaults(run=run_control, deadline=60.0, drop=[], resume_after=None)
 
 
 def run_control(arguments: argparse.Namespace) -> int:
@@ -284,15 +284,13 @@ def run_control(arguments: argparse.Namespace) -> int:
     token = control_token()
     if token is None:
         raise PlacementError("set PLACEMENT_CONTROL_TOKEN to the workers' token")
-    is_suspend = arguments.command == "suspend"
-    request: dict[str, Any] = {}
-    seconds = _SPARE_SECONDS
-    if is_suspend:
-        request["deadline_seconds"] = arguments.deadline
-        request["resume_after_seconds"] = arguments.resume_after
-        request["drop"] = arguments.drop
-        seconds += arguments.deadline
+    request = {
+        "deadline_seconds": arguments.deadline,
+        "resume_after_seconds": arguments.resume_after,
+        "drop": arguments.drop,
+    }
     post = json.dumps(request).encode()
+    seconds = arguments.deadline + _SPARE_SECONDS
 
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
@@ -304,8 +302,7 @@ def run_control(arguments: argparse.Namespace) -> int:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"
-        text = f"{worker.name}: {word}, epoch {status.epoch}, {held}"
-        return status.suspended is is_suspend, text
+        return True, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
     places = _places(arguments)
     workers = find_targets(places)

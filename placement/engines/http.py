@@ -205,7 +205,12 @@ class ServedEngine(TaggedEngine):
         super().assume(offloaded=offloaded)
 
     def reattach(self) -> None:
-        """See `TaggedEngine.reattach`."""
+        """Take an engine back that was lost and restarted, in the state in which it is found. The
+        next phase does so by itself. The weights count as lost until the next sync.
+
+        Raises:
+            EngineError: it does not answer, or it was not restarted. Nothing has changed.
+        """
         started = self._start(_ANSWER_SECONDS)
         is_another = None not in (started, self._started) and started != self._started
         if not is_another and not self._server.has_ended:

@@ -601,20 +601,6 @@ class TaggedEngine(Engine):
         """
         self.residency.assume(frozenset(offloaded))
 
-    def reattach(self) -> None:
-        """Take an engine back that was lost and restarted, in the state in which it is found. A
-        phase does so by itself where a server answers. The weights count as lost until the next
-        sync.
-
-        Raises:
-            EngineError: it does not answer, it was not restarted, or it cannot be asked. Nothing
-                has changed.
-        """
-        raise EngineError(
-            f"{self!r} cannot be asked what it has on the device: register it anew, or call "
-            "assume(offloaded=[...])"
-        )
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 

@@ -42,20 +42,12 @@ class Incidents:
     _device: torch.device
     _folders: deque[Path] = field(default_factory=deque)
 
-    def report(
-        self,
-        error: BaseException,
-        plan: Plan | None = None,
-        raised: BaseException | None = None,
-    ) -> None:
+    def report(self, error: BaseException, plan: Plan | None = None) -> None:
         """Write the folder of an error, if it is an incident and has none yet, and name it in the
-        error's last line.
-        `plan`: that of the phase which was to begin or to end.
-        `raised`: the error that the user sees instead of this one."""
+        error's last line. `plan`: that of the phase which was to begin or to end."""
         if self._settings.incidents is None:
             return
-        raised = error if raised is None else raised
-        notes = getattr(raised, "__notes__", None) or []
+        notes = getattr(error, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
                 notes.remove(note)  # the error has a folder: make this the last note again
@@ -69,7 +61,7 @@ class Incidents:
                 try:
                     self._fill(folder, error, plan, snapshot)
                 finally:
-                    raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+                    error.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
             logger.warning("an incident is not complete: %s", failure)
 

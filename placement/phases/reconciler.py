@@ -14,7 +14,7 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
 from placement.devices.memory import Outside
-from placement.engines.tagged import Residency
+from placement.engines.http import ServedEngine
 from placement.group.turn import turn_for
 from placement.group.vote import Agree, GroupVote
 from placement.phases.early import EarlyCopies
@@ -92,10 +92,10 @@ class Reconciler:
         """Have engines take part again that were restarted. Their states follow. `asks_all`: also
         engines that nothing was sent to since, so that none is lost."""
         for handle in self._handles.values():
-            residency = handle.storage
-            if isinstance(residency, Residency) and (asks_all or residency.doubt is not None):
-                with suppress(EngineError):  # it was not, does not answer yet, or cannot be asked
-                    handle.object.reattach()
+            engine = handle.object
+            if isinstance(engine, ServedEngine) and (asks_all or engine.residency.doubt):
+                with suppress(EngineError):  # it was not, or does not answer yet
+                    engine.reattach()
                     self._mover.each_repaired([handle], lambda _: None)
 
     def drop(self, names: Iterable[str]) -> list[Exception]:

@@ -146,13 +146,6 @@ def test_a_server_that_hangs_holds_no_phase(start: Start, monkeypatch: pytest.Mo
     assert job.server.memory.tags == set()
 
 
-def test_an_engine_that_cannot_be_asked_says_so(start: Start) -> None:
-    from placement.engines.tagged import Follower
-
-    with pytest.raises(EngineError, match="register it anew"):
-        Follower().reattach()
-
-
 def test_a_suspension_asks_an_engine_that_was_off_the_device(start: Start) -> None:
     """It was restarted meanwhile, and the other process would find its memory taken."""
     job = start(Vllm033)

@@ -343,7 +343,7 @@ def test_the_command_says_if_a_suspension_is_over_already(
 ) -> None:
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
     worker = Worker()
-    assert main(["suspend", worker.server.url, "--resume-after", "1e-9"]) == 1
+    assert main(["suspend", worker.server.url, "--resume-after", "1e-9"]) == 0
     assert "not suspended, epoch 1" in capsys.readouterr().out
     worker.manager.close()
 
