@@ -453,16 +453,14 @@ class Manager:
         Args:
             deadline: seconds to wait for the end of the open phases.
             drop: engines, or their names, that sleep without a copy of their weights on the host
-                (vLLM's level 2), so that host memory is free, too. They need a weight sync before
-                they can generate.
+                (vLLM's level 2). They need a weight sync before they can generate.
             resume_after_seconds: after how long it ends by itself. None: never.
             epoch: its number, above that of the last suspension; None: the next. To ask for the
                 present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible in time, the epoch is an old one, this thread has a
-                phase open, or `drop` names a handle that cannot be dropped. The message says what
-                is on the device.
+            PhaseError: it was not possible in time, the epoch is an old one, or `drop` names a
+                handle that cannot be dropped. The message says what is on the device.
             TypeError: `drop` is one string, or has something else than names and engines.
             ValueError: an argument is not a number, or too small or large.
         """
@@ -525,11 +523,8 @@ class Manager:
         bytes), seconds, and counts. Takes no lock.
 
         The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
-        a table of them.
-
-        The peak is the most that the handles held together: pages of weights, optimizer state, and
-        memory of engines. It is measured at the beginning and the end of a phase and in each step
-        that streams its state. Activations and gradients in torch's own memory do not count.
+        a table of them. A peak is measured at the beginning and the end of a phase, and in each
+        step that streams its state.
 
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.

@@ -167,10 +167,8 @@ class Snapshot(Frozen):
     """Seconds for which phases have waited because the manager was suspended."""
 
 
-class SuspensionRequest(Frozen):
+class SuspensionRequest(Frozen, strict=True):
     """The arguments of `Manager.suspend`, also over HTTP and between ranks."""
-
-    model_config = ConfigDict(strict=True)
 
     deadline_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     resume_after_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -221,8 +221,6 @@ class VllmServer(ServedEngine, _Vllm):
     def _start(self, seconds: float = math.inf) -> Any:
         """Reported by its metrics. Several API servers in one do not report it."""
         answer = self._server.ask("GET", "/metrics", seconds=seconds)
-        if not answer.is_ok:
-            return None
         match = _STARTED.search(answer.body.decode(errors="replace"))
         return None if match is None else float(match[1])
 
