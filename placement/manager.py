@@ -20,7 +20,7 @@ from placement.core.snapshot import Audit, Snapshot, SuspensionRequest, Suspensi
 from placement.core.weak import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
-from placement.observe.figures import Figures
+from placement.observe.figures import figures_of
 from placement.phases import audit
 from placement.phases.hold import Hold
 from placement.phases.phase import PhaseContext, here, names_of
@@ -145,7 +145,6 @@ class Manager:
         self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        self._figures = Figures(self.journal, self._stack.take_snapshot)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """The servers that `serve` started. A server's own thread keeps it alive until it is
         closed."""
@@ -529,7 +528,7 @@ class Manager:
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.
         """
-        return self._figures.read(totals=totals)
+        return figures_of(self._stack.take_snapshot(), self.journal, totals=totals)
 
     def audit(self) -> Audit:
         """Compare the declared state of every handle with its tensors and with the device. Changes

@@ -128,9 +128,10 @@ class Journal:
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         # the most device bytes that the handles have held together, by phase: since the start, and
-        # since `observe.figures` was asked
+        # since `observe.figures` was asked, with the counters at that time
         self.peak_bytes: dict[str, int] = {}
         self.recent_peak_bytes: dict[str, int] = {}
+        self.logged: dict[str, float] = {}
         self.gone: Counter[str] = Counter()  # the sums of handles that are no longer registered
         self.decisions: Counter[str] = Counter()
         # the number of loads and offloads since the start. Two equal values mean that nothing moved

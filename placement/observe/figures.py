@@ -1,12 +1,12 @@
 """Figures for a trainer's own log: the bytes and seconds of a manager since the last call.
 
-Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are seconds.
+Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are seconds. A phase has
+its keys once it has run or failed to begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
@@ -14,64 +14,53 @@ from placement.core.snapshot import Snapshot
 _GB = 10**9
 
 
-@dataclass(eq=False)
-class Figures:
-    """The figures of one manager. `Manager.metrics` explains them.
+def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[str, float]:
+    """The figures since the last call for this journal. `totals`: also those since the manager was
+    made. See `Manager.metrics`."""
+    now = {journal.phase: sum(handle.resident_bytes for handle in snapshot.handles)}
+    peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, now
+    counted = _counters(snapshot, journal.gone)
+    before, journal.logged = journal.logged, counted
 
-    A phase has its keys once it has run or failed to begin. Bytes of a handle stay counted when it
-    is unregistered.
-    """
-
-    _journal: Journal
-    _take_snapshot: Callable[[], Snapshot]
-    _counted: dict[str, float] = field(default_factory=dict)
-
-    def read(self, *, totals: bool) -> dict[str, float]:
-        """The figures since the last call. `totals`: also those since the manager was made."""
-        snapshot, journal = self._take_snapshot(), self._journal
-        now = {journal.phase: sum(handle.resident_bytes for handle in snapshot.handles)}
-        peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, now
-        counted = self._counters(snapshot)
-        before, self._counted = self._counted, counted
-
-        figures = {"host_gb": sum(handle.host_bytes for handle in snapshot.handles) / _GB}
-        disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
-        if disk_bytes:
-            figures["disk_gb"] = disk_bytes / _GB
-        for phase in snapshot.phase_peak_bytes | snapshot.phase_stall_seconds:
-            figures[f"peak_device_gb/{phase}"] = peaks.get(phase, 0) / _GB
-        for name, value in counted.items():
-            figures[name] = value - before.get(name, 0)
-            if totals:
-                figures[f"total/{name}"] = value
+    figures = {"host_gb": sum(handle.host_bytes for handle in snapshot.handles) / _GB}
+    disk_bytes = sum(handle.disk_bytes for handle in snapshot.handles)
+    if disk_bytes:
+        figures["disk_gb"] = disk_bytes / _GB
+    for phase in snapshot.phase_peak_bytes | snapshot.phase_stall_seconds:
+        figures[f"peak_device_gb/{phase}"] = peaks.get(phase, 0) / _GB
+    for name, value in counted.items():
+        figures[name] = value - before.get(name, 0)
         if totals:
-            for phase, nbytes in snapshot.phase_peak_bytes.items():
-                figures[f"total/peak_device_gb/{phase}"] = nbytes / _GB
-        return {f"placement/{name}": value for name, value in figures.items()}
+            figures[f"total/{name}"] = value
+    if totals:
+        for phase, nbytes in snapshot.phase_peak_bytes.items():
+            figures[f"total/peak_device_gb/{phase}"] = nbytes / _GB
+    return {f"placement/{name}": value for name, value in figures.items()}
 
-    def _counters(self, snapshot: Snapshot) -> dict[str, float]:
-        """The figures that only grow. A feature's figures are there from its first use on."""
-        gone = self._journal.gone
 
-        def gigabytes(name: str) -> float:
-            nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
-            return nbytes / _GB
+def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
+    """The figures that only grow. A feature's figures are there from its first use on. `gone`: see
+    `Journal`."""
 
-        failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
-        stalls = snapshot.phase_stall_seconds
-        counted = {
-            "stall_seconds": sum(stalls.values()),
-            "to_device_gb": gigabytes("loaded_bytes"),
-            "to_host_gb": gigabytes("offloaded_bytes"),
-            "skipped_gb": gigabytes("skipped_bytes"),
-        }
-        for phase in snapshot.phase_peak_bytes | stalls:
-            counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
-        of_features = {
-            "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
-            "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
-            "failures": failures + gone["failures"],
-            "pairing_violations": snapshot.pairing_violations,
-            "wrong_writes": snapshot.wrong_writes,
-        }
-        return counted | {name: value for name, value in of_features.items() if value}
+    def gigabytes(name: str) -> float:
+        nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
+        return nbytes / _GB
+
+    failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
+    stalls = snapshot.phase_stall_seconds
+    counted = {
+        "stall_seconds": sum(stalls.values()),
+        "to_device_gb": gigabytes("loaded_bytes"),
+        "to_host_gb": gigabytes("offloaded_bytes"),
+        "skipped_gb": gigabytes("skipped_bytes"),
+    }
+    for phase in snapshot.phase_peak_bytes | stalls:
+        counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
+    of_features = {
+        "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
+        "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
+        "failures": failures + gone["failures"],
+        "pairing_violations": snapshot.pairing_violations,
+        "wrong_writes": snapshot.wrong_writes,
+    }
+    return counted | {name: value for name, value in of_features.items() if value}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from placement import DeviceMemoryError, Manager, PhaseError, PlacementError, TorchEngine
+from placement.observe import figures
 from placement.testing import Faults, SimulatedDevice
 from tests.support.threads import in_a_thread, in_threads
 from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, make_manager, net
@@ -130,18 +131,18 @@ def test_two_threads_that_log_share_the_bytes(
     manager = worker.manager
     with manager.phase("log_prob"):
         pass
-    count = manager._figures._counters
+    count = figures._counters
     others = {}
 
-    def count_while_another_logs(snapshot: Any) -> dict[str, float]:
+    def count_while_another_logs(*arguments: Any) -> dict[str, float]:
         monkeypatch.undo()
         others.update(in_a_thread(manager.metrics))
-        return count(snapshot)
+        return count(*arguments)
 
-    monkeypatch.setattr(manager._figures, "_counters", count_while_another_logs)
-    figures, key = manager.metrics(totals=True), "placement/to_device_gb"
+    monkeypatch.setattr(figures, "_counters", count_while_another_logs)
+    row, key = manager.metrics(totals=True), "placement/to_device_gb"
     assert others[key] > 0
-    assert figures[key] + others[key] == figures["placement/total/to_device_gb"]
+    assert row[key] + others[key] == row["placement/total/to_device_gb"]
 
 
 def test_totals_of_a_run_have_what_was_unregistered(worker: Worker) -> None:
