@@ -127,31 +127,6 @@ class Control:
     suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus]
     resume: Callable[[int | None], SuspensionStatus]
 
-    def answer(self, environ: WSGIEnvironment, has_gone: Callable[[], bool]) -> Response:
-        """Carry out a client's request. `has_gone`: whether the client has closed its
-        connection."""
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
-        try:
-            if "HTTP_TRANSFER_ENCODING" in environ:
-                raise ValueError("the body needs a Content-Length")
-            length = int(environ.get("CONTENT_LENGTH") or 0)
-            if length > _MOST_BYTES:
-                reason = f"the body has more than {_MOST_BYTES} bytes"
-                return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
-            body = environ["wsgi.input"].read(max(length, 0)) if length else b"{}"
-            request = SuspensionRequest.model_validate_json(body)
-            if environ["PATH_INFO"] == "/suspend":
-                status = self.suspend(request, has_gone)
-            else:
-                status = self.resume(request.epoch)
-        except ValueError as error:
-            return _refused(HTTPStatus.BAD_REQUEST, str(error))
-        except PlacementError as error:
-            return _refused(HTTPStatus.CONFLICT, str(error))
-        return Response(HTTPStatus.OK, status.model_dump_json().encode(), JSON)
-
 
 def _refused(status: HTTPStatus, reason: str) -> Response:
     body = json.dumps({"error": reason}).encode()
@@ -378,7 +353,28 @@ class MetricsServer(ThreadingWSGIServer):
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
     def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
-        return control.answer(environ, partial(self._has_gone, environ[_CLIENT]))
+        """Carry out a client's request."""
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if not hmac.compare_digest(given, f"Bearer {control.token}".encode()):
+            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
+        try:
+            if "HTTP_TRANSFER_ENCODING" in environ:
+                raise ValueError("the body needs a Content-Length")
+            length = int(environ.get("CONTENT_LENGTH") or 0)
+            if length > _MOST_BYTES:
+                reason = f"the body has more than {_MOST_BYTES} bytes"
+                return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+            body = environ["wsgi.input"].read(max(length, 0)) if length else b"{}"
+            request = SuspensionRequest.model_validate_json(body)
+            if environ["PATH_INFO"] == "/suspend":
+                status = control.suspend(request, partial(self._has_gone, environ[_CLIENT]))
+            else:
+                status = control.resume(request.epoch)
+        except ValueError as error:
+            return _refused(HTTPStatus.BAD_REQUEST, str(error))
+        except PlacementError as error:
+            return _refused(HTTPStatus.CONFLICT, str(error))
+        return Response(HTTPStatus.OK, status.model_dump_json().encode(), JSON)
 
     def _has_gone(self, client: socket.socket) -> bool:
         """Whether a client that waits for its answer has closed its connection, or was dropped.
