@@ -205,10 +205,7 @@ _OF_WORKER = (
     ),
     _Metric("placement_expired_keeps_total", "Kept handles that the next phase did not take over."),
     _Metric("placement_suspended", "1 while the manager is suspended."),
-    _Metric(
-        "placement_suspended_seconds_total",
-        "Seconds for which phases have waited because the manager was suspended.",
-    ),
+    _Metric("placement_suspended_seconds_total", "Seconds that phases waited while suspended."),
 )
 _DECISIONS_OF_POLICY = _Metric(
     "placement_policy_decisions_total",

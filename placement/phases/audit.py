@@ -117,10 +117,10 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
 
 
 def audit(
-    handles: Mapping[str, Handle], plan: Plan, device: Device, reconciler: Reconciler
+    handles: Mapping[str, Handle], device: Device, reconciler: Reconciler, plan: Plan
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every
-    tensor, so not for the hot path."""
+    tensor, so not for the hot path. `plan`: where every handle belongs now."""
     outside = reconciler.outside
     findings: list[Finding] = []
     for handle in handles.values():

@@ -19,7 +19,6 @@ from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.snapshot import Audit
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import Agree, GroupVote, Suspended
@@ -84,6 +83,7 @@ class PhaseStack:
         parts = self._handles, self.phases, self.reconciler
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
+        self.take_audit = partial(audit.audit, self._handles, device, self.reconciler)
         self.incidents = Incidents(
             settings, self.take_snapshot, self.take_audit, journal, device.torch_device
         )
@@ -130,10 +130,6 @@ class PhaseStack:
         if self.phases.all:
             plan = self.phases.all[-1].plan
             self.reconciler.prefetcher.go_on(self.phases.name, plan)
-
-    def take_audit(self, plan: Plan) -> Audit:
-        """See `Manager.audit`. `plan`: where every handle belongs now."""
-        return audit.audit(self._handles, plan, self._device, self.reconciler)
 
     # --- entering and switching
 

@@ -19,7 +19,6 @@ from placement import (
     Manager,
 )
 from placement.cli import main
-from placement.phases import audit
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
 from tests.support.threads import on_all
@@ -222,13 +221,14 @@ def test_what_cannot_be_written_hides_no_error(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
+    worker = Worker(budget_bytes=80 << 10, incidents=place)
     if at == "folder":
         place.parent.mkdir()
         place.write_text("a file")
+    elif at == "file":
+        monkeypatch.setattr(Path, "write_bytes", full)
     else:
-        where: Any = Path if at == "file" else audit
-        monkeypatch.setattr(where, "write_bytes" if at == "file" else "audit", full)
-    worker = Worker(budget_bytes=80 << 10, incidents=place)
+        monkeypatch.setattr(worker.manager._stack.incidents, "_take_audit", full)
     with pytest.raises(DeviceMemoryError, match="train"):
         worker.manager.phase("train").__enter__()
     monkeypatch.undo()
