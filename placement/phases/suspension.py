@@ -85,7 +85,8 @@ class Suspension:
     def _verdict(self, request: SuspensionRequest) -> str | None:
         """Why the last suspension is not what is asked for; empty if it is. None: a new one may
         begin."""
-        last, is_on = self._phases.suspension, self._phases.is_suspended
+        last = self._phases.suspension
+        is_on = time.monotonic() < last.until_seconds
         if not is_on and (request.epoch or math.inf) > last.epoch:
             return None
         if is_on and request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}:
