@@ -81,6 +81,8 @@ class Server:
         self._port = parts.port
         self._prefix = parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
+        # whether a connection was refused since a manager took the server over
+        self.has_ended = False
         self._headers = {"Accept": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -145,7 +147,9 @@ class Server:
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
-            if isinstance(error, ConnectionRefusedError) and not request.startswith("GET "):
+            is_refused = isinstance(error, ConnectionRefusedError)
+            self.has_ended |= is_refused
+            if is_refused and not request.startswith("GET "):
                 raise EngineLost(problem) from error
             raise EngineError(problem) from error
         return connection
@@ -187,12 +191,17 @@ class ServedEngine(TaggedEngine):
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
 
+    def _take_over(self, seconds: float = math.inf) -> None:
+        """The server that answers now is the one that is registered."""
+        self._started = self._start(seconds)
+        self._server.has_ended = False
+
     def assume(self, *, offloaded: Collection[str]) -> None:
         """See `TaggedEngine.assume`. The assumption holds for the server process that runs now,
         until it is restarted. A server that has ended holds nothing; a later load raises
         `EngineLost`."""
         with contextlib.suppress(EngineError):  # it has ended
-            self._started = self._start(_ANSWER_SECONDS)
+            self._take_over(_ANSWER_SECONDS)
         super().assume(offloaded=offloaded)
 
     def reattach(self) -> None:
@@ -202,7 +211,9 @@ class ServedEngine(TaggedEngine):
         Raises:
             EngineError: it does not answer, or it was not restarted. Nothing has changed.
         """
-        if self._start(_ANSWER_SECONDS) in (None, self._started):
+        started = self._start(_ANSWER_SECONDS)
+        is_another = None not in (started, self._started) and started != self._started
+        if not is_another and not self._server.has_ended:
             raise EngineError(
                 f"{self!r} was not restarted, or does not say so: what it has on the device is "
                 "unknown. Restart it, or call assume(offloaded=[...])"

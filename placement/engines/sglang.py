@@ -101,7 +101,7 @@ class SglangServer(ServedEngine, _Sglang):
         """Read the settings with which the server was started. EngineError: it runs without its
         memory saver, or was restarted since its tags were offloaded."""
         info, before = self._info(), self._started
-        self._started = self._start()
+        self._take_over()
         if before is not None and self.residency.offloaded_tags:
             self._expect_start(before)
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))

@@ -185,7 +185,7 @@ class VllmServer(ServedEngine, _Vllm):
             )
         self.knows_its_tags = self._has("/release_kv_cache_memory")
         super().register()
-        self._started = self._start()
+        self._take_over()
 
     def drain(self) -> None:
         """Pause the server, which also keeps new requests out. EngineError: some were still in

@@ -482,7 +482,3 @@ class Sglang059(Sglang0523):
     def __init__(self, shared: Path, **options: Any) -> None:
         super().__init__(shared, **options)
         del self.settings["startup_time"]
-
-    def restart(self) -> None:
-        super().restart()
-        del self.settings["startup_time"]
