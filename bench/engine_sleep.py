@@ -373,14 +373,15 @@ class _Turns:
         """Many cycles, in each of which one weight is written."""
         subject = self._subject
         subject.use(PLACEMENT)
-        device, host = [], []
+        device, host, seconds = [], [], []
         for cycle in range(count):
             subject.write([cycle])
-            subject.sleep(1)
+            seconds.append(self._rig.seconds(lambda: subject.sleep(1)))
             subject.wake()
             self._rig.sync()
             device.append(-self._rig.free_bytes())
             host.append(subject.host_bytes())
+        self._results.add("cycles", PLACEMENT, "sleep", statistics.median(seconds), "s")
         for memory, used in (("device", device), ("host", host)):
             growth, slope = used[-1] - used[0], _slope(used)
             self._results.add("cycles", PLACEMENT, f"{memory}, growth", growth, "bytes")
