@@ -585,7 +585,7 @@ class Manager:
 
         Raises:
             PlacementError: the address or port cannot be bound, the folder cannot be written, the
-                token has blanks or characters beyond ASCII, or the manager is closed.
+                token is empty or not visible ASCII, or the manager is closed.
         """
         from placement.observe.discovery import Identity
         from placement.observe.server import Control, MetricsServer

@@ -244,9 +244,10 @@ def incident_report(folder: Path) -> str:
         _report([{"name": folder.name, "labels": {}, "snapshot": snapshot}]),
     ]
     # the device may have failed, or the disk was full
+    with suppress(OSError):
+        lines.append((folder / "processes.txt").read_text())
     with suppress(OSError, ValueError):
         lines.append(json.loads((folder / "audit.json").read_text())["report"])
-        lines.append((folder / "processes.txt").read_text())
     return "\n".join(lines)
 
 
@@ -280,7 +281,8 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def run_control(arguments: argparse.Namespace) -> int:
-    """Ask all workers at once, and print a line for each. Returns 1 when one refuses."""
+    """Ask all workers at once, and print a line for each. Returns 1 when one refuses, or is not as
+    it was asked to be."""
     token = control_token()
     if token is None:
         raise PlacementError("set PLACEMENT_CONTROL_TOKEN to the workers' token")
@@ -295,14 +297,15 @@ def run_control(arguments: argparse.Namespace) -> int:
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
         try:
-            view_of(worker)  # which worker it is, before it is sent the token
+            view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
         except (PlacementError, ValueError) as error:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"
-        return True, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
+        is_as_asked = status.suspended is (arguments.command == "suspend")
+        return is_as_asked, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
     places = _places(arguments)
     workers = find_targets(places)

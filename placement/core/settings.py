@@ -79,11 +79,11 @@ def device_of_environment() -> str:
 
 def control_token(given: str | None = None) -> str | None:
     """The token for `Manager.serve`: the given one, else that of the environment. It is no setting:
-    no dump of settings shows it. Raises PlacementError: it is not visible ASCII."""
-    token = given or os.environ.get(f"{PREFIX}CONTROL_TOKEN")
-    if token and not re.fullmatch("[!-~]+", token):  # a later error would show it
+    no dump of settings shows it. Raises PlacementError: it is empty or not visible ASCII."""
+    token = (os.environ.get(f"{PREFIX}CONTROL_TOKEN") or None) if given is None else given
+    if token is not None and not re.fullmatch("[!-~]+", token):  # a later error would show it
         raise PlacementError("the control token must be visible ASCII characters, no blanks")
-    return token or None
+    return token
 
 
 def nearest(word: str, permitted: Iterable[str]) -> str:

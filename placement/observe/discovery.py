@@ -209,11 +209,11 @@ def ask(
         ) from error
 
 
-def view_of(target: Target) -> dict[str, Any]:
+def view_of(target: Target, timeout_seconds: float = ASK_SECONDS) -> dict[str, Any]:
     """The view of one worker (see `worker_view`), under the name and the labels of its target.
     Raises PlacementError: it does not answer, or another process does than the one that a discovery
     file names. The file of a killed worker stays, and its port may be taken again."""
-    answer = ask(f"{target.url}/workers")
+    answer = ask(f"{target.url}/workers", timeout_seconds=timeout_seconds)
     expected = dict(target.labels)
     try:
         (view,) = json.loads(answer)

@@ -17,8 +17,10 @@ _GB = 10**9
 def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[str, float]:
     """The figures since the last call for this journal. `totals`: also those since the manager was
     made. See `Manager.metrics`."""
-    now = {journal.phase: sum(handle.resident_bytes for handle in snapshot.handles)}
-    peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, now
+    resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
+    journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
+    peaks = journal.recent_peak_bytes
+    journal.recent_peak_bytes = {journal.phase: resident_bytes}
     counted = _counters(snapshot, journal.gone)
     before, journal.logged = journal.logged, counted
 

@@ -354,18 +354,21 @@ class MetricsServer(ThreadingWSGIServer):
 
     def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
         """Carry out a client's request."""
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if not hmac.compare_digest(given, f"Bearer {control.token}".encode()):
+        scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        is_right = hmac.compare_digest(token.encode("latin-1"), control.token.encode())
+        if scheme.lower() != "bearer" or not is_right:
             return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
         try:
-            if "HTTP_TRANSFER_ENCODING" in environ:
+            length = environ.get("CONTENT_LENGTH") or "0"
+            if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
                 raise ValueError("the body needs a Content-Length")
-            length = int(environ.get("CONTENT_LENGTH") or 0)
-            if length > _MOST_BYTES:
+            if len(length) > 9 or int(length) > _MOST_BYTES:
                 reason = f"the body has more than {_MOST_BYTES} bytes"
                 return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
-            body = environ["wsgi.input"].read(max(length, 0)) if length else b"{}"
-            request = SuspensionRequest.model_validate_json(body)
+            body = environ["wsgi.input"].read(int(length))
+            if len(body) < int(length):
+                raise ValueError("the body ends before its Content-Length")
+            request = SuspensionRequest.model_validate_json(body or b"{}")
             if environ["PATH_INFO"] == "/suspend":
                 status = control.suspend(request, partial(self._has_gone, environ[_CLIENT]))
             else:

@@ -17,14 +17,22 @@ from pathlib import Path
 import torch
 from pydantic_core import to_json
 
-from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
+from placement.core.errors import (
+    BrokenHandleError,
+    DeviceMemoryError,
+    HostMemoryError,
+    IntegrityError,
+)
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.states import Plan
 
 # the last one is torch's, of the user's own computing
-_KINDS = (IntegrityError, HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError)
+_KINDS = (
+    *(BrokenHandleError, IntegrityError),
+    *(HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError),
+)
 _NOTE = "placement: incident: "
 
 
@@ -41,13 +49,23 @@ class Incidents:
     _journal: Journal
     _device: torch.device
     _folders: deque[Path] = field(default_factory=deque)
+    _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
-    def report(self, error: BaseException, plan: Plan | None = None) -> None:
+    def report(
+        self,
+        error: BaseException,
+        plan: Plan | None = None,
+        raised: BaseException | None = None,
+    ) -> None:
         """Write the folder of an error, if it is an incident and has none yet, and name it in the
-        error's last line. `plan`: that of the phase which was to begin or to end."""
+        error's last line.
+        `plan`: that of the phase which was to begin or to end.
+        `raised`: the error that the user sees instead of this one."""
         if self._settings.incidents is None:
             return
-        notes = getattr(error, "__notes__", None) or []
+        if raised is None:
+            raised = error
+        notes = getattr(raised, "__notes__", None) or []
         for note in notes:
             if str(note).startswith(_NOTE):
                 notes.remove(note)  # the error has a folder: make this the last note again
@@ -55,15 +73,20 @@ class Incidents:
                 return
         try:
             snapshot = self._take_snapshot()
-            is_broken = any(handle.broken for handle in snapshot.handles)
-            if is_broken or isinstance(error, _KINDS):
+            if self._is_incident(error, snapshot):
                 folder = self._new_folder(self._settings.incidents)
                 try:
                     self._fill(folder, error, plan, snapshot)
                 finally:
-                    error.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
+                    raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
             logger.warning("an incident is not complete: %s", failure)
+
+    def _is_incident(self, error: BaseException, snapshot: Snapshot) -> bool:
+        """Whether an error is one of memory or bytes, or a handle has broken since the last one."""
+        before = self._broken
+        self._broken = {handle.name for handle in snapshot.handles if handle.broken}
+        return isinstance(error, _KINDS) or not self._broken <= before
 
     def _new_folder(self, directory: str) -> Path:
         when = time.strftime("%Y%m%d-%H%M%S")
@@ -92,7 +115,7 @@ class Incidents:
         # torch records it where the user has switched that on (`_record_memory_history`)
         if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
-        (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))
         if self._device.type == "cuda":
             processes = torch.cuda.list_gpu_processes(self._device)
             (folder / "processes.txt").write_text(processes)
+        (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))

@@ -263,8 +263,8 @@ class PhaseStack:
             self._leave_abandoned()
             if error is not None:
                 _note(error, failures)
-                if failures:  # a handle may have broken, and an incident's note comes last
-                    self.incidents.report(error)
+                for failure in failures:
+                    self.incidents.report(failure, raised=error)
             elif failures:
                 failures[0].add_note(f"placement: while leaving phase {phase.name!r}")
                 _raise_all(failures)

@@ -91,8 +91,10 @@ class Suspension:
             return None
         if is_on and request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}:
             return ""
+        asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
         dropped = f"has dropped {listed(last.drop) or 'nothing'}"
-        return f"the last one, {last.epoch}, {dropped} and is {'on' if is_on else 'over'}"
+        known = f"the last one, {last.epoch}, {dropped} and is {'on' if is_on else 'over'}"
+        return f"{asked} cannot begin: {known}"
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""

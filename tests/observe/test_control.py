@@ -135,17 +135,20 @@ def test_without_the_token_nothing_happens(worker: Worker) -> None:
         assert client.recv(1 << 16).startswith(b"HTTP/1.0 401 Unauthorized")
 
 
+def test_the_scheme_may_be_written_in_any_case(worker: Worker) -> None:
+    head = f"POST /resume HTTP/1.1\nAuthorization: bearer {TOKEN}\nContent-Length: 2\n\n{{}}"
+    with worker.raw(head) as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.0 200")
+
+
 def test_control_is_off_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLACEMENT_CONTROL_TOKEN", raising=False)
-    for token in (None, ""):
-        worker = Worker(token)
-        for sent in (TOKEN, "", None):
-            assert worker.post("/suspend", token=sent)[0] == 404
-            assert worker.post("/resume", token=sent)[0] == 404
-        assert worker.post("/metrics")[0] == 405
-        with worker.raw("GET /suspend HTTP/1.1\n\n") as client:
-            assert client.recv(1 << 16).startswith(b"HTTP/1.0 405")
-        worker.manager.close()
+    worker = Worker(None)
+    assert worker.post("/suspend")[0] == worker.post("/resume")[0] == 404
+    assert worker.post("/metrics")[0] == 405
+    with worker.raw("GET /suspend HTTP/1.1\n\n") as client:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.0 405")
+    worker.manager.close()
 
 
 def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +176,12 @@ def test_the_token_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     worker.server.close()
 
 
-@pytest.mark.parametrize("token", ["two words", "line\n", "é"])
+@pytest.mark.parametrize("token", ["", "two words", "line\n", "é"])
 def test_what_is_no_token(token: str) -> None:
     manager, _ = managed()
     with pytest.raises(PlacementError, match="token must be visible ASCII") as caught:
         manager.serve(control=token)
-    assert token not in str(caught.value)
+    assert not token or token not in str(caught.value)
     manager.close()
 
 
@@ -207,7 +210,7 @@ def test_a_body_without_a_length_is_refused(worker: Worker) -> None:
             assert client.recv(1 << 16).startswith(b"HTTP/1.0 400")
 
 
-@pytest.mark.parametrize("sent", [b"", b'{"epoch": 7'])
+@pytest.mark.parametrize("sent", [b"", b"{}", b'{"epoch": 7'])
 def test_a_body_that_ends_too_early_asks_for_nothing(worker: Worker, sent: bytes) -> None:
     """A client has died in the middle of it."""
     head = f"POST /suspend HTTP/1.1\nAuthorization: Bearer {TOKEN}\nContent-Length: 60\n\n"
@@ -221,9 +224,9 @@ def test_a_body_that_ends_too_early_asks_for_nothing(worker: Worker, sent: bytes
 def test_a_large_body_is_not_read(worker: Worker) -> None:
     """The answer comes although not one byte of a megabyte was sent."""
     head = f"POST /suspend HTTP/1.1\nAuthorization: Bearer {TOKEN}\nContent-Length: "
-    for length, code in (("1048576", b"413"), ("9" * 4_000, b"413"), ("9" * 5_000, b"400")):
+    for length in ("1048576", "9" * 5_000):
         with worker.raw(f"{head}{length}\n\n") as client:
-            assert client.recv(1 << 16).startswith(b"HTTP/1.0 " + code)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.0 413")
     assert worker.post("/suspend", b" " * (64 << 10))[0] == 400
     assert not worker.manager.snapshot().suspended
 
@@ -343,7 +346,7 @@ def test_the_command_says_if_a_suspension_is_over_already(
 ) -> None:
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
     worker = Worker()
-    assert main(["suspend", worker.server.url, "--resume-after", "1e-9"]) == 0
+    assert main(["suspend", worker.server.url, "--resume-after", "1e-9"]) == 1
     assert "not suspended, epoch 1" in capsys.readouterr().out
     worker.manager.close()
 

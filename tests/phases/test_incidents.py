@@ -13,12 +13,15 @@ import torch
 
 from placement import (
     DeviceMemoryError,
+    EngineLost,
     GroupError,
     HostMemoryError,
     IntegrityError,
     Manager,
+    PhaseError,
 )
 from placement.cli import main
+from placement.engines import TaggedEngine
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
 from tests.support.threads import on_all
@@ -30,6 +33,21 @@ FILES = {
     "journal.json",
     "audit.json",
 }
+
+
+class LostEngine(TaggedEngine):
+    """It has ended before it is to be loaded for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__(tags=("weights",), weights="keep", verify="answer")
+
+    def drain(self) -> None: ...
+    def admit(self) -> None: ...
+    def offload(self, tags: object) -> None: ...
+    def receive(self, bucket: object) -> None: ...
+
+    def load(self, tags: object) -> None:
+        raise EngineLost("it has ended")
 
 
 @pytest.fixture
@@ -112,6 +130,33 @@ def test_memory_that_the_users_own_computing_lacks(
     text = read(folder_of(caught.value, place), capsys)
     assert "Tried to allocate 20.00 GiB" in text
     assert row(text, "actor")[1] == "TRAINING"
+
+
+def test_what_was_written_shows_as_a_phase_is_left_by_another_error(place: Path) -> None:
+    worker = Worker(incidents=place)
+
+    def write() -> None:
+        with worker.manager.phase("values"):
+            worker.net[0].weight.data.fill_(1)
+            raise ValueError("the user's")
+
+    with pytest.raises(ValueError, match="the user's") as caught:
+        write()
+    folder = folder_of(caught.value, place)
+    assert json.loads((folder / "incident.json").read_text())["error"].startswith("IntegrityError")
+
+
+def test_a_handle_that_stays_broken_makes_no_further_incident(place: Path) -> None:
+    worker = Worker(incidents=place)
+    engine = LostEngine()
+    worker.manager.register("engine", engine, role="rollout")
+    with pytest.raises(EngineLost) as caught:
+        worker.manager.phase("rollout").__enter__()
+    with pytest.raises(ValueError, match="the user's"), worker.manager.phase("log_prob"):
+        raise ValueError("the user's")
+    with pytest.raises(PhaseError):
+        worker.manager.unregister("nobody")
+    folder_of(caught.value, place)  # the only one
 
 
 @dataclass(frozen=True)
@@ -288,4 +333,6 @@ def test_the_processes_of_a_gpu(
     with pytest.raises(DeviceMemoryError) as caught:
         worker.manager.phase("train").__enter__()
     folder = folder_of(caught.value, place, FILES | {"processes.txt"})
+    assert "process 8 uses 124.000 MB GPU memory" in read(folder, capsys).splitlines()
+    (folder / "audit.json").unlink()  # as where the device failed
     assert "process 8 uses 124.000 MB GPU memory" in read(folder, capsys).splitlines()

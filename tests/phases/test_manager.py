@@ -125,6 +125,14 @@ def test_figures_for_a_trainers_log_are_of_the_time_since_the_last_call(worker: 
     assert figures["placement/peak_device_gb/train"] == 0
 
 
+def test_the_peak_of_a_phase_into_which_nothing_moved() -> None:
+    """It is asked for before the phase ends, as a trainer's first line does."""
+    worker = Worker(policy="resident")
+    with worker.manager.phase("train"):
+        held = sum(handle.resident_bytes for handle in worker.manager.handles.values())
+        assert worker.manager.metrics()["placement/peak_device_gb/train"] == held / 1e9 > 0
+
+
 def test_two_threads_that_log_share_the_bytes(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

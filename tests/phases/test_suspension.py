@@ -234,7 +234,7 @@ def test_a_suspension_ends_by_itself(trainer: Trainer) -> None:
     snapshot = manager.snapshot()
     assert not snapshot.suspended
     assert 0 < snapshot.suspended_seconds < 30
-    with pytest.raises(PhaseError, match="the last one, 1, has dropped nothing and is over"):
+    with pytest.raises(PhaseError, match=r"epoch 1 cannot begin: the last one, 1, .* is over"):
         manager.suspend(epoch=1)
 
 
@@ -462,9 +462,9 @@ def test_twice_is_once(trainer: Trainer) -> None:
 def test_an_old_epoch_is_refused(trainer: Trainer) -> None:
     manager = trainer.manager
     assert manager.suspend(epoch=7).epoch == 7
-    with pytest.raises(PhaseError, match="the last one, 7, has dropped nothing and is on"):
+    with pytest.raises(PhaseError, match=r"epoch 6 cannot begin: the last one, 7, .* is on"):
         manager.suspend(epoch=6)
-    with pytest.raises(PhaseError, match="the last one, 7, has dropped nothing and is on"):
+    with pytest.raises(PhaseError, match=r"epoch 8 cannot begin: the last one, 7, .* is on"):
         manager.suspend(epoch=8)
     with pytest.raises(PhaseError, match="resume: epoch 6 is not the last one, 7"):
         manager.resume(epoch=6)
@@ -479,7 +479,7 @@ def test_of_two_that_ask_the_newer_one_gets_it(trainer: Trainer) -> None:
     with manager.phase("train"):
         older, newer = asked(manager, epoch=3), asked(manager, epoch=4)
     assert newer.result(30).epoch == 4
-    with pytest.raises(PhaseError, match="the last one, 4, has dropped nothing and is on"):
+    with pytest.raises(PhaseError, match=r"epoch 3 cannot begin: the last one, 4, .* is on"):
         older.result(30)
 
 
