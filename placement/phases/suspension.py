@@ -89,12 +89,19 @@ class Suspension:
         is_on = time.monotonic() < last.until_seconds
         if not is_on and (request.epoch or math.inf) > last.epoch:
             return None
-        if is_on and request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}:
-            return ""
+        return "" if is_on and self._is_last(request) else self._refusal(request)
+
+    def _is_last(self, request: SuspensionRequest) -> bool:
+        """Whether the last suspension is, or was, what is asked for."""
+        last = self._phases.suspension
+        return request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}
+
+    def _refusal(self, request: SuspensionRequest) -> str:
+        last = self._phases.suspension
         asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
-        dropped = f"has dropped {listed(last.drop) or 'nothing'}"
-        known = f"the last one, {last.epoch}, {dropped} and is {'on' if is_on else 'over'}"
-        return f"{asked} cannot begin: {known}"
+        is_on = "on" if time.monotonic() < last.until_seconds else "over"
+        dropped = listed(last.drop) or "nothing"
+        return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {is_on}"
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
@@ -185,7 +192,10 @@ class Suspension:
         the manager was suspended."""
         while self._taken:
             answer, request = self._taken.popitem()
-            answer.set_result(reason or self._verdict(request) or "")
+            if not reason and not self._is_last(request):
+                answer.set_result(self._refusal(request))
+            else:
+                answer.set_result(reason)
 
     # --- waiting
 

@@ -449,6 +449,11 @@ def test_bad_arguments(trainer: Trainer, keywords: Any, error: type[Exception]) 
 # --- epochs
 
 
+def test_one_that_is_over_as_it_is_answered_was_carried_out(trainer: Trainer) -> None:
+    status = trainer.manager.suspend(epoch=5, resume_after_seconds=1e-9)
+    assert (status.epoch, status.suspended) == (5, False)
+
+
 def test_twice_is_once(trainer: Trainer) -> None:
     manager = trainer.manager
     with manager.phase("train"):
