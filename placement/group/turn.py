@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # pause between two looks of a waiting manager: the first pause, and the longest
 _LOOK_SECONDS = (0.001, 0.02)
 _QUIET_SECONDS = 1.0  # a longer wait is logged
+_ENDING_SECONDS = (
+    5.0  # the longest wait for the end of a killed process, whose number may be reused
+)
 
 
 class Turn:
@@ -85,6 +88,7 @@ class Turn:
         try:
             for _ in interrupts.looks(self.deadline_seconds, *_LOOK_SECONDS):
                 if _try_lock(self._next) and _try_lock(self._lock):
+                    self._wait_for_killed_holder()
                     own = f"process {os.getpid()} has it since it entered phase {phase!r}"
                     with suppress(OSError):  # a full file system costs a name
                         self._holder_file.write_text(own)
@@ -103,6 +107,16 @@ class Turn:
             f"{self._holder()}. Let that process leave its phase, or end it, or wait longer "
             "(turn_deadline_seconds)"
         )
+
+    def _wait_for_killed_holder(self) -> None:
+        """Wait until the process that had the turn has ended. It was killed if its file is still
+        there, and the kernel may end its lock before the driver has freed its memory."""
+        with suppress(OSError, ValueError, IndexError):  # no such file or process
+            pid = int(self._holder_file.read_text().split()[1])
+            for _ in interrupts.looks(_ENDING_SECONDS, *_LOOK_SECONDS):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                if pid == os.getpid() or state in ("Z", "X"):
+                    return
 
     def give_back(self) -> None:
         """End the turn, if this manager has it."""

@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -119,6 +121,22 @@ def test_a_killed_process_loses_its_turn(processes: Processes, tmp_path: Path, f
     second.call("leave")
     if forks:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_turn_begins_when_the_process_that_had_it_has_ended(tmp_path: Path) -> None:
+    """The kernel ends the lock of a killed process before its memory may be free."""
+    ending = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    turn = Turn("GPU-1", str(tmp_path), deadline_seconds=60)
+    turn._holder_file.write_text(f"process {ending.pid} has it since it entered phase 'train'")
+    with ThreadPoolExecutor() as threads:
+        taken = threads.submit(turn.take, "log_prob")
+        with pytest.raises(TimeoutError):
+            taken.result(0.1)
+        ending.kill()
+        taken.result(30)
+    assert turn.is_held
+    turn.give_back()
+    ending.wait()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
