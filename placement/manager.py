@@ -458,8 +458,9 @@ class Manager:
                 present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible in time, the epoch is an old one, or `drop` names a
-                handle that cannot be dropped. The message says what is on the device.
+            PhaseError: it was not possible in time, the epoch is an old one, this thread has a
+                phase open, or `drop` names a handle that cannot be dropped. The message says what
+                is on the device.
             TypeError: `drop` is one string, or has something else than names and engines.
             ValueError: an argument is not a number, or too small or large.
         """

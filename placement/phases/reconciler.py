@@ -88,15 +88,18 @@ class Reconciler:
             self.has_engines = True
             self._participants.insert(0, Engines(self._mover))
 
-    def take_back_restarted_engines(self, *, asks_all: bool = False) -> None:
-        """Have engines take part again that were restarted. Their states follow. `asks_all`: also
-        engines that nothing was sent to since, so that none is lost."""
+    def take_back_restarted_engines(self, *, asks_all: bool = False) -> list[str]:
+        """Have engines take part again that were restarted. Their states follow. Returns their
+        names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
+        names = []
         for handle in self._handles.values():
             engine = handle.object
             if isinstance(engine, ServedEngine) and (asks_all or engine.residency.doubt):
                 with suppress(EngineError):  # it was not, or does not answer yet
                     engine.reattach()
                     self._mover.each_repaired([handle], lambda _: None)
+                    names.append(handle.name)
+        return names
 
     def drop(self, names: Iterable[str]) -> list[Exception]:
         """Have engines discard the weights that they have on the host. Returns the errors. Raises

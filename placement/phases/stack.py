@@ -205,8 +205,10 @@ class PhaseStack:
         phases = self.phases
         self.incidents.report(error, self.reconciler.plan_maker.latest)
         self._journal.enter_phase(phases.name, phases.only)
-        if isinstance(error, DeviceMemoryError):  # a restarted engine may have the memory
-            self.reconciler.take_back_restarted_engines(asks_all=True)
+        if isinstance(error, DeviceMemoryError):
+            for engine in self.reconciler.take_back_restarted_engines(asks_all=True):
+                again = "and is where it belongs now: begin the phase again"
+                error.add_note(f"placement: engine {engine!r} was restarted, {again}")
         if not isinstance(error, CoordinatorLost):
             plan, _ = phases.plan_in_any_case(phases.all)  # `error` says more than the policy's
             _note(error, self.reconciler.retreat(phases.name, phases.with_kept(plan)))

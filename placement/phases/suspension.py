@@ -10,6 +10,7 @@ ranks that wait look for it.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
 from placement.group.vote import GroupVote, Suspended
 from placement.phases.engines import droppable
-from placement.phases.phase import LastSuspension, OpenPhases, TransitionLock
+from placement.phases.phase import LastSuspension, OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
 # pause between two looks of a thread that waits: the first pause, and the longest
@@ -60,6 +61,12 @@ class Suspension:
         with interrupts.deferred():
             self._lock.check_process()
             droppable(self._handles, request.drop)
+            for phase in self._phases.all:
+                if phase.holder in (threading.current_thread(), here()):
+                    raise self._refused(
+                        f"this thread has phase {phase.name!r} open, and would wait for itself. "
+                        "Leave it first, or ask in another thread"
+                    )
             try:
                 self.asked[answer] = request
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -76,11 +83,14 @@ class Suspension:
             finally:
                 self.asked.pop(answer, None)
         if answer.result():
-            names = [handle.name for handle in [*self._handles.values()] if handle.is_on_device]
-            phases = " > ".join(phase.name for phase in self._phases.all) or "none"
-            held = f"open phases: {phases}; on the device: {listed(names) or 'nothing'}"
-            raise PhaseError(f"suspend: {answer.result()} ({held})")
+            raise self._refused(answer.result())
         return self._status()
+
+    def _refused(self, reason: str) -> PhaseError:
+        names = [handle.name for handle in [*self._handles.values()] if handle.is_on_device]
+        phases = " > ".join(phase.name for phase in self._phases.all) or "none"
+        on_device = listed(names) or "nothing"
+        return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {on_device})")
 
     def _verdict(self, request: SuspensionRequest) -> str | None:
         """Why the last suspension is not what is asked for; empty if it is. None: a new one may

@@ -164,7 +164,8 @@ def test_a_suspension_that_has_dropped_less_is_no_answer(start: Start) -> None:
     job = start(Vllm033, weights="keep")
     job.step()
     job.manager.suspend()
-    with pytest.raises(PhaseError, match="the last one, 1, dropped nothing and is on"):
+    refusal = "another one cannot begin: the last one, 1, dropped nothing and is on"
+    with pytest.raises(PhaseError, match=refusal):
         job.manager.suspend(drop=["rollout"])
     job.manager.resume()
     assert job.manager.suspend(drop=["rollout"]).epoch == 2

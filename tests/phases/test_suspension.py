@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -304,9 +305,16 @@ def test_past_the_deadline_it_is_refused_and_forgotten(trainer: Trainer) -> None
     assert manager.resume().epoch == 0
 
 
-def test_in_the_thread_of_the_open_phase_it_is_refused_at_the_deadline(trainer: Trainer) -> None:
-    with trainer.manager.phase("train"), pytest.raises(PhaseError, match="open phases: train"):
-        trainer.manager.suspend(0.05)
+def test_in_the_thread_of_the_open_phase_it_is_refused_at_once(trainer: Trainer) -> None:
+    manager = trainer.manager
+    with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase 'train' o"):
+        manager.suspend(3600)
+
+    async def in_a_task() -> None:
+        with manager.phase("train"), pytest.raises(PhaseError, match="this thread has phase"):
+            manager.suspend(3600)
+
+    asyncio.run(in_a_task())
 
 
 def test_a_device_that_fails_refuses_it_and_loses_nothing() -> None:
