@@ -589,12 +589,10 @@ class Manager:
                 token is empty or not visible ASCII, or the manager is closed.
         """
         from placement.observe.discovery import Identity
-        from placement.observe.server import Control, MetricsServer
+        from placement.observe.server import MetricsServer
 
         self._stack.lock.check_process()
-        token = control_token(control)
         asked = self._stack.suspension
-        controls = None if token is None else Control(token, asked.suspend, asked.resume)
         if identity is None:
             identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
@@ -605,7 +603,8 @@ class Manager:
             journal=self.journal,
             port=port,
             address=address,
-            control=controls,
+            control={"/suspend": asked.suspend, "/resume": lambda it, _: asked.resume(it.epoch)},
+            token=control_token(control),
         )
         self._servers.add(server)
         try:

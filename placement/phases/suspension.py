@@ -74,7 +74,7 @@ class Suspension:
                     if self._lock.vote is None:
                         self.carry_out()
                     reason = self._verdict(request)
-                    if reason is None and (time.monotonic() >= until or has_gone()):
+                    if reason is None and (has_gone() or time.monotonic() >= until):
                         reason = f"not possible within {request.deadline_seconds:g} s"
                     if reason is not None and self.asked.pop(answer, None) is not None:
                         answer.set_result(reason)
