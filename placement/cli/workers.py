@@ -17,7 +17,7 @@ from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, control_token
-from placement.core.snapshot import SuspensionStatus, readable
+from placement.core.snapshot import SuspensionRequest, SuspensionStatus, readable
 from placement.observe.dashboards import DISCOVERY, export
 from placement.observe.discovery import Target, ask, find_targets, view_of, views_of
 from placement.observe.trace import Event, encoded, replacing
@@ -269,15 +269,13 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
     parser.add_argument("--deadline", type=_seconds, metavar="SECONDS", help=text)
-    text = "an engine that is to keep no weights on the host; may be given again"
-    parser.add_argument("--drop", action="append", metavar="NAME", help=text)
     text = "after how long it is resumed at the latest"
     parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
-    parser.set_defaults(run=run_control, deadline=60.0, drop=[], resume_after=None)
+    parser.set_defaults(run=run_control, deadline=60.0, resume_after=None)
 
 
 def run_control(arguments: argparse.Namespace) -> int:
@@ -286,13 +284,10 @@ def run_control(arguments: argparse.Namespace) -> int:
     token = control_token()
     if token is None:
         raise PlacementError("set PLACEMENT_CONTROL_TOKEN to the workers' token")
-    request = {
-        "deadline_seconds": arguments.deadline,
-        "resume_after_seconds": arguments.resume_after,
-        "drop": arguments.drop,
-    }
-    post = json.dumps(request).encode()
-    seconds = arguments.deadline + _SPARE_SECONDS
+    deadline, resume_after = arguments.deadline, arguments.resume_after
+    request = SuspensionRequest(deadline_seconds=deadline, resume_after_seconds=resume_after)
+    post = request.model_dump_json().encode()
+    seconds = deadline + _SPARE_SECONDS
 
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
