@@ -481,7 +481,7 @@ class Manager:
         Raises:
             PhaseError: the epoch is not that of the last suspension. A rank may suspend some
                 milliseconds after the rank that was asked has answered.
-            CoordinatorLost: the other ranks cannot be told. This one stays suspended.
+            CoordinatorLost: the other ranks cannot be told. This one stays suspended, see `rejoin`.
         """
         return self._stack.suspension.resume(epoch)
 

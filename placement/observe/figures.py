@@ -1,8 +1,5 @@
-"""Figures for a trainer's own log: the bytes and seconds of a manager since the last call.
-
-Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are seconds. A phase has
-its keys once it has run or failed to begin.
-"""
+"""Figures for a trainer's own log, in gigabytes (`_gb`) and seconds. A phase has its keys once it
+has run or failed to begin."""
 
 from __future__ import annotations
 

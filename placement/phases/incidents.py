@@ -1,17 +1,14 @@
-"""A folder for each incident: memory ran out, or a value could not be trusted.
-
-Off unless `Settings.incidents` names a folder: nothing is written to a disk unasked.
-"""
+"""A folder for each incident: memory ran out, or a value could not be trusted."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -52,25 +49,19 @@ class Incidents:
     _broken: set[str] = field(default_factory=set)  # names of broken handles at the last error
 
     def report(
-        self,
-        error: BaseException,
-        plan: Plan | None = None,
-        raised: BaseException | None = None,
+        self, error: BaseException, plan: Plan | None = None, raised: BaseException | None = None
     ) -> None:
         """Write the folder of an error, if it is an incident and has none yet, and name it in the
-        error's last line.
-        `plan`: that of the phase which was to begin or to end.
-        `raised`: the error that the user sees instead of this one."""
+        error's last line. `plan`: that of the phase which was to begin or to end. `raised`: the
+        error that the user sees instead of this one."""
         if self._settings.incidents is None:
             return
         if raised is None:
             raised = error
         notes = getattr(raised, "__notes__", None) or []
-        for note in notes:
-            if str(note).startswith(_NOTE):
-                notes.remove(note)  # the error has a folder: make this the last note again
-                notes.append(note)
-                return
+        notes.sort(key=lambda note: str(note).startswith(_NOTE))  # the one that names it is last
+        if notes and str(notes[-1]).startswith(_NOTE):
+            return
         try:
             snapshot = self._take_snapshot()
             if self._is_incident(error, snapshot):
@@ -89,8 +80,7 @@ class Incidents:
         return isinstance(error, _KINDS) or not self._broken <= before
 
     def _new_folder(self, directory: str) -> Path:
-        when = time.strftime("%Y%m%d-%H%M%S")
-        name = f"{when}-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{socket.gethostname()}-{os.getpid()}"
         folder = Path(directory, name)
         folder.mkdir(parents=True)
         self._folders.append(folder)
