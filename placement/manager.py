@@ -442,12 +442,11 @@ class Manager:
         resume_after_seconds: float | None = None,
         epoch: int | None = None,
     ) -> SuspensionStatus:
-        """Take every handle off the device, because another process needs it. The next phase waits
-        until `resume`.
+        """Take every handle off the device at the end of the open phases, or at once outside of
+        them. The next phase waits until `resume`.
 
-        Takes effect at the end of the open phases: call it in another thread. Outside of them, at
-        once. Any rank of a group may be asked; all suspend when they next begin or leave an
-        outermost phase, or none.
+        Call it in another thread than that of the phases. Any rank of a group may be asked: all
+        suspend as they next begin or leave an outermost phase, or none.
 
         Args:
             deadline: seconds to wait for the end of the open phases.

@@ -48,7 +48,6 @@ class Suspension:
     empty text."""
     # those that are being carried out, and cannot be taken back
     _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-    _waiting: list[Callable[[], None]] = field(default_factory=list)  # the phases that wait
 
     # --- asking
 
@@ -59,7 +58,6 @@ class Suspension:
         answer: Future[str] = Future()
         until = time.monotonic() + request.deadline_seconds
         with interrupts.deferred():
-            self._lock.check_process()
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
@@ -161,11 +159,7 @@ class Suspension:
                 self._answer("the ranks have not agreed on it")
 
     def _take_up(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, with its number. None while there is none, or
-        a phase waits: it begins before the next suspension, so that threads that ask again and
-        again do not keep it out."""
-        if self._waiting:
-            return None
+        """The newest suspension that threads ask for, with its number; None: there is none."""
         for answer, request in [*self.asked.items()]:
             if self._verdict(request) is None and self.asked.pop(answer, None) is not None:
                 self._taken[answer] = request
@@ -215,19 +209,15 @@ class Suspension:
         CoordinatorLost: the ranks of the group cannot be heard."""
         phases, vote = self._phases, self._lock.vote
         looked = time.monotonic()
-        with interrupts.deferred():
-            self._waiting.append(begin)
-            try:
-                for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
-                    self._lock.check_process()
-                    self.carry_out()
-                    now = time.monotonic()
-                    phases.suspended_seconds += now - looked
-                    looked, last = now, phases.suspension
-                    if phases.is_suspended and vote and vote.group.is_resumed(last.epoch):
-                        last.until_seconds = -math.inf
-                    if not phases.is_suspended:
-                        with suppress(Suspended):
-                            return begin()
-            finally:
-                self._waiting.remove(begin)
+        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
+            self._lock.check_process()
+            self.carry_out()
+            now = time.monotonic()
+            phases.suspended_seconds += now - looked
+            looked, last = now, phases.suspension
+            if phases.is_suspended and vote and vote.group.is_resumed(last.epoch):
+                last.until_seconds = -math.inf
+            if not phases.is_suspended:
+                with suppress(Suspended):
+                    begin()
+                    return

@@ -317,20 +317,6 @@ def lost(*_: Any) -> Any:
     raise BoardLost("the store does not answer")
 
 
-def test_ranks_that_have_waited_begin_before_the_next_suspension(four: list[Rank]) -> None:
-    future = asked(four[0])
-    work = begun(on_all, four, lambda rank: rank.manager.enter("train"))
-    assert future.result(30).epoch == 1
-    until(lambda: all(rank.manager.snapshot().suspended_seconds > 0 for rank in four))
-    four[0].manager.resume()
-    again = asked(four[0])
-    assert work.result(30) == [None] * WORLD
-    assert not again.done()
-    on_all(four, lambda rank: rank.manager.leave())
-    assert again.result(30).epoch == 2
-    four[0].manager.resume()
-
-
 # --- ranks as processes
 
 
