@@ -3,7 +3,6 @@ the whole request."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import http.client
 import json
@@ -28,8 +27,7 @@ them off."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. Its result is that of `TaggedEngine.receive`."""
 _MAX_BYTES = 16 << 20
-# the time for an engine that was lost to answer: phases go on without it
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0  # for an engine that was lost: phases go on without it
 _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 
@@ -147,9 +145,8 @@ class Server:
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
-            is_refused = isinstance(error, ConnectionRefusedError)
-            self.has_ended |= is_refused
-            if is_refused and not request.startswith("GET "):
+            self.has_ended |= isinstance(error, ConnectionRefusedError)
+            if isinstance(error, ConnectionRefusedError) and not request.startswith("GET "):
                 raise EngineLost(problem) from error
             raise EngineError(problem) from error
         return connection
@@ -186,7 +183,6 @@ class ServedEngine(TaggedEngine):
         self._send, self._in_flight = send, in_flight
         self._started: Any = None
 
-    @abc.abstractmethod
     def _start(self, seconds: float = math.inf) -> Any:
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
@@ -206,11 +202,8 @@ class ServedEngine(TaggedEngine):
 
     def reattach(self) -> None:
         """Take an engine back that was lost and restarted, in the state in which it is found. The
-        next phase does so by itself. The weights count as lost until the next sync.
-
-        Raises:
-            EngineError: it does not answer, or it was not restarted. Nothing has changed.
-        """
+        next phase does so by itself. The weights count as lost until the next sync. Raises
+        EngineError, with nothing changed: it does not answer, or was not restarted."""
         started = self._start(_ANSWER_SECONDS)
         is_another = None not in (started, self._started) and started != self._started
         if not is_another and not self._server.has_ended:

@@ -35,10 +35,8 @@ _NOTE = "placement: incident: "
 
 @dataclass(eq=False)
 class Incidents:
-    """Writes the folders of one manager. Nothing that goes wrong here hides the user's error.
-
-    Called with the manager's lock held, on the thread that has the error.
-    """
+    """Writes the folders of one manager, whose lock is held. Nothing that goes wrong here hides the
+    user's error."""
 
     _settings: Settings
     _take_snapshot: Callable[[], Snapshot]

@@ -221,8 +221,7 @@ class PhaseStack:
             with self.lock.attempt(raises_own_error=True, error=error):
                 self._leave(phase, error)
         finally:
-            if not self.phases.all:
-                self.suspension.carry_out()
+            self.suspension.carry_out()
 
     def _leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         """Leave a phase, and bring every handle where the phases that stay open want it, as far as
@@ -305,9 +304,8 @@ class PhaseStack:
             self._end_keeps()
             self.reconciler.take_back_restarted_engines(asks_all=True)
             failures = self.reconciler.drop(drop) if drop else []
-            plan = self.phases.all_offloaded()
             failures = self.reconciler.retreat(
-                IDLE, plan, failures, leaving=leaving, raises_changes=False
+                IDLE, self.phases.all_offloaded(), failures, leaving=leaving, raises_changes=False
             )
             if failures:
                 _raise_all(failures)
@@ -529,8 +527,7 @@ class PhaseStack:
         the advisor look at the steps so far, when it is time for that."""
         if self._gone:
             self._forget_collected()
-        if self.reconciler.has_engines:
-            self.reconciler.take_back_restarted_engines()
+        self.reconciler.take_back_restarted_engines()
         self._leave_abandoned()
         if self._journal.num_spans >= self._advisor.look_at:
             self._advisor.look()

@@ -32,11 +32,8 @@ _PAUSE_SECONDS = (0.001, 0.05)
 
 @dataclass(eq=False)
 class Suspension:
-    """Suspends one manager, and resumes it. Any thread may call it.
-
-    `read`: takes a snapshot. `offload_all`: takes every handle off the device, on all ranks or on
-    none, or raises; see `PhaseStack`.
-    """
+    """Suspends one manager, and resumes it. Any thread may call it. `offload_all`: takes every
+    handle off the device, on all ranks or on none, or raises; see `PhaseStack`."""
 
     _lock: TransitionLock
     _phases: OpenPhases
