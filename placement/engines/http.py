@@ -183,7 +183,7 @@ class ServedEngine(TaggedEngine):
         self._send, self._in_flight = send, in_flight
         self._started: Any = None
 
-    def _start(self, seconds: float = math.inf) -> Any:
+    def _start(self, seconds: float) -> Any:
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
 

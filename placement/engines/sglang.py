@@ -124,7 +124,7 @@ class SglangServer(ServedEngine, _Sglang):
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
-        self._expect_start(self._start())
+        self._expect_start(self._start(math.inf))
         self._order("/resume_memory_occupation", tags=[*tags])
 
     def _expect_start(self, started: Any) -> None:
@@ -143,7 +143,7 @@ class SglangServer(ServedEngine, _Sglang):
             raise EngineError(f"{answer}; expected 200 (flushed) or 400 (busy)")
         return None if answer.is_ok else str(answer)
 
-    def _start(self, seconds: float = math.inf) -> Any:
+    def _start(self, seconds: float) -> Any:
         return self._info(seconds).get("startup_time")
 
     def _info(self, seconds: float = math.inf) -> dict[str, Any]:

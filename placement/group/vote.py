@@ -136,13 +136,6 @@ class GroupVote:
         with self._hearing():
             return self.group.agree(plan, stage, lacks_engines)
 
-    def suspend_first(self, suspension: SuspensionRequest) -> None:
-        """End this epoch without entering a phase, as all ranks do that heard of a suspension.
-        Raises Suspended."""
-        self.agree(_ALL_HAVE_LEFT)
-        self.agreed = suspension
-        raise Suspended
-
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
         it has ended. Returns the error to raise in place of `error`; None to raise `error`

@@ -135,10 +135,11 @@ class PhaseStack:
 
     def enter(self, phase: OpenPhase) -> None:
         """Open a phase: see `_change`. An outermost one waits for the end of a suspension."""
-        with suppress(Suspended):
-            self._enter(phase)
-            return
-        self.suspension.enter(partial(self._enter, phase))
+        while True:
+            with suppress(Suspended):
+                self._enter(phase)
+                return
+            self.suspension.wait()
 
     def _enter(self, phase: OpenPhase) -> None:
         """Open a phase. Raises Suspended: an outermost one has to wait first."""

@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
-from placement.group.vote import GroupVote, Suspended
+from placement.group.vote import GroupVote
 from placement.phases.engines import droppable
 from placement.phases.phase import LastSuspension, OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
@@ -200,10 +200,9 @@ class Suspension:
 
     # --- waiting
 
-    def enter(self, begin: Callable[[], None]) -> None:
-        """Enter an outermost phase before which there is a suspension. Ctrl-C ends the wait.
-        `begin`: begins the phase, or raises that there is another suspension. Raises
-        CoordinatorLost: the ranks of the group cannot be heard."""
+    def wait(self) -> None:
+        """Wait for the end of a suspension. Ctrl-C ends the wait. Raises CoordinatorLost: the ranks
+        of the group cannot be heard."""
         phases, vote = self._phases, self._lock.vote
         looked = time.monotonic()
         for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -215,6 +214,4 @@ class Suspension:
             if phases.is_suspended and vote and vote.group.is_resumed(last.epoch):
                 last.until_seconds = -math.inf
             if not phases.is_suspended:
-                with suppress(Suspended):
-                    begin()
-                    return
+                return

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from placement import CoordinatorLost, GroupError, PhaseError
 from placement.core.snapshot import SuspensionRequest
+from placement.core.states import Plan
 from placement.group import StoreGroup
 from placement.group.protocol import BoardLost
 from placement.testing import assert_nothing_resident
@@ -275,16 +276,16 @@ def test_ctrl_c_after_the_ranks_have_agreed_refuses_it(four: list[Rank]) -> None
     first, *others = four
     future = asked(first)
     vote: Any = first.manager._stack.lock.vote
-    suspend_first = vote.suspend_first
+    agree = vote.agree
 
-    def interrupted(request: SuspensionRequest) -> None:
+    def interrupted(plan: Plan) -> None:
         try:
-            suspend_first(request)
+            agree(plan)
         finally:
-            vote.suspend_first = suspend_first
+            vote.agree = agree
             os.kill(os.getpid(), signal.SIGINT)
 
-    vote.suspend_first = interrupted
+    vote.agree = interrupted
     work = begun(on_all, others, lambda rank: rank.manager.enter("train"))
     with pytest.raises(KeyboardInterrupt):
         first.manager.enter("train")
