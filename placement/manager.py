@@ -522,8 +522,7 @@ class Manager:
         bytes), seconds, and counts. Takes no lock.
 
         The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
-        a table of them. A peak is measured at the beginning and the end of a phase, and in each
-        step that streams its state.
+        a table of them.
 
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.

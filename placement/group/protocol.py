@@ -154,8 +154,7 @@ class Basis(Message):
     # whether one rank says that plans may differ, or the handles differ in size or place
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
-    suspension: SuspensionRequest | None = None
-    """The suspension that a rank is asked for, and all carry out next; of several the newest."""
+    suspension: SuspensionRequest | None = None  # a rank's, of several the newest: all carry it out
 
 
 class Vote(Message):
