@@ -478,8 +478,7 @@ class Manager:
             epoch: the suspension that is to end; None: the present one.
 
         Raises:
-            PhaseError: the epoch is not that of the last suspension. A rank may suspend some
-                milliseconds after the rank that was asked has answered.
+            PhaseError: the epoch is not that of the last suspension on this rank.
             CoordinatorLost: the other ranks cannot be told. This one stays suspended, see `rejoin`.
         """
         return self._stack.suspension.resume(epoch)

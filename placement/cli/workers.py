@@ -279,8 +279,7 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def run_control(arguments: argparse.Namespace) -> int:
-    """Ask all workers at once, and print a line for each. Returns 1 when one refuses, or is not as
-    it was asked to be."""
+    """Ask all workers at once, and print a line for each. Returns 1 when one is not as asked."""
     token = control_token()
     if token is None:
         raise PlacementError("set PLACEMENT_CONTROL_TOKEN to the workers' token")
@@ -302,10 +301,9 @@ def run_control(arguments: argparse.Namespace) -> int:
         is_as_asked = status.suspended is (arguments.command == "suspend")
         return is_as_asked, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
-    places = _places(arguments)
-    workers = find_targets(places)
+    workers = find_targets(_places(arguments))
     if not workers:
-        raise PlacementError(f"no worker has announced itself in {', '.join(places)}")
+        raise PlacementError("no worker has announced itself in the discovery folder")
     with ThreadPoolExecutor(len(workers)) as pool:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))

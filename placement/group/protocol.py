@@ -268,8 +268,7 @@ class Group:
         # whether the ranks compare the handles that stay on their devices before they move, in the
         # present change
         self.compares_plans = False
-        # the suspension that this rank is asked for, of which the next proposal tells the others
-        self.suspension: SuspensionRequest | None = None
+        self.suspension: SuspensionRequest | None = None  # asked for here: the next proposal tells
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -422,8 +421,7 @@ class Group:
         self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
 
     def is_resumed(self, suspension: int) -> bool:
-        """Whether a rank has noted that a suspension is over. Does not wait. Raises
-        CoordinatorLost."""
+        """Whether a rank has noted it. Does not wait. Raises CoordinatorLost."""
         with self._reaching_the_board("look for a resumption"):
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
 

@@ -61,8 +61,7 @@ class GroupVote:
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
-        # the suspension that all ranks carry out next: each has heard of it, and ended that epoch
-        self.agreed: SuspensionRequest | None = None
+        self.agreed: SuspensionRequest | None = None  # heard by all ranks, which carry it out next
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:

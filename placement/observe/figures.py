@@ -12,12 +12,10 @@ _GB = 10**9
 
 
 def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[str, float]:
-    """The figures since the last call for this journal. `totals`: also those since the manager was
-    made. See `Manager.metrics`."""
+    """See `Manager.metrics`. The last call is the last one for this journal."""
     resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
     journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
-    peaks = journal.recent_peak_bytes
-    journal.recent_peak_bytes = {journal.phase: resident_bytes}
+    peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {journal.phase: resident_bytes}
     counted = _counters(snapshot, journal.gone)
     before, journal.logged = journal.logged, counted
 
@@ -38,8 +36,7 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
 
 
 def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
-    """The figures that only grow. A feature's figures are there from its first use on. `gone`: see
-    `Journal`."""
+    """The figures that only grow; a feature's from its first use on. `gone`: see `Journal`."""
 
     def gigabytes(name: str) -> float:
         nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)

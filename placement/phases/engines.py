@@ -106,8 +106,7 @@ class Engines(Participant):
 
 
 def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handle]:
-    """The engines of these names, which can give up their weights on the host. Raises PhaseError:
-    one of them cannot."""
+    """The engines of these names. Raises PhaseError: one cannot give up its weights on the host."""
     engines = []
     for name in names:
         if name not in handles:

@@ -104,6 +104,5 @@ class Incidents:
         if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
         if self._device.type == "cuda":
-            processes = torch.cuda.list_gpu_processes(self._device)
-            (folder / "processes.txt").write_text(processes)
+            (folder / "processes.txt").write_text(torch.cuda.list_gpu_processes(self._device))
         (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))

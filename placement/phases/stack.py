@@ -39,7 +39,6 @@ from placement.storage.transfer.streamed import Streamed
 if TYPE_CHECKING:
     from placement.group.protocol import Group
 
-_NOTHING = nullcontext()
 _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
@@ -185,7 +184,7 @@ class PhaseStack:
                     # the process that had the turn before may have given back memory
                     self.reconciler.measure(phases.name)
                 vote = self.lock.vote
-                with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
+                with nullcontext() if phases.all or vote is None else self.suspension.telling(vote):
                     plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
@@ -244,7 +243,7 @@ class PhaseStack:
             leaving = None
             if (vote := self.lock.vote) is not None:
                 leaving = LeavingRanks(vote, f"leave {phase.name}", error)
-            telling = _NOTHING if around or vote is None else self.suspension.telling(vote)
+            telling = nullcontext() if around or vote is None else self.suspension.telling(vote)
             with telling, self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
@@ -528,7 +527,8 @@ class PhaseStack:
         the advisor look at the steps so far, when it is time for that."""
         if self._gone:
             self._forget_collected()
-        self.reconciler.take_back_restarted_engines()
+        if self.reconciler.has_engines:
+            self.reconciler.take_back_restarted_engines()
         self._leave_abandoned()
         if self._journal.num_spans >= self._advisor.look_at:
             self._advisor.look()

@@ -26,8 +26,7 @@ from placement.phases.engines import droppable
 from placement.phases.phase import LastSuspension, OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
-# pause between two looks of a thread that waits: the first pause, and the longest
-_PAUSE_SECONDS = (0.001, 0.05)
+_PAUSE_SECONDS = (0.001, 0.05)  # between two looks of a thread that waits: the first, the longest
 
 
 @dataclass(eq=False)
@@ -40,9 +39,8 @@ class Suspension:
     _handles: Mapping[str, Handle]
     _read: Callable[[], Snapshot]
     _offload_all: Callable[[str, Sequence[str]], None]
+    # the requests of threads, by their answers: the reason of a refusal, or an empty text
     asked: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-    """The requests of threads, by the futures of their answers: the reason of a refusal, or an
-    empty text."""
     # those that are being carried out, and cannot be taken back
     _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
 
@@ -197,8 +195,6 @@ class Suspension:
                 answer.set_result(self._refusal(request))
             else:
                 answer.set_result(reason)
-
-    # --- waiting
 
     def wait(self) -> None:
         """Wait for the end of a suspension. Ctrl-C ends the wait. Raises CoordinatorLost: the ranks
