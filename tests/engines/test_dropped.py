@@ -58,9 +58,9 @@ def test_over_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start(Vllm033, weights="keep")
     job.step()
     server = job.manager.serve()
-    ask(f"{server.url}/suspend", post=b'{"drop": ["rollout"]}', token="a-token")
+    ask(f"{server.url}/suspend", post=b'{"drop": ["rollout"]}', token="a-token", timeout_seconds=60)
     assert job.handle.host_bytes == 0
-    ask(f"{server.url}/resume", post=b"{}", token="a-token")
+    ask(f"{server.url}/resume", post=b"{}", token="a-token", timeout_seconds=60)
     assert job.step() == "actor"
     job.manager.close()
 
