@@ -406,8 +406,7 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), "placement.has_gone": self._has_gone}
 
     def _has_gone(self) -> bool:
-        """Whether the client that waits for its answer has closed its connection, or was dropped.
-        Another one may go on waiting."""
+        """Whether the client has closed its connection, or was dropped; if not, it may wait on."""
         self.server._clients[self.connection] = time.monotonic()
         poll = select.poll()
         poll.register(self.connection, select.POLLRDHUP)

@@ -207,8 +207,7 @@ class PhaseStack:
         self._journal.enter_phase(phases.name, phases.only)
         if isinstance(error, DeviceMemoryError):
             for engine in self.reconciler.take_back_restarted_engines(asks_all=True):
-                again = "and is where it belongs now: begin the phase again"
-                error.add_note(f"placement: engine {engine!r} was restarted, {again}")
+                error.add_note(f"placement: engine {engine!r} was restarted: begin the phase again")
         if not isinstance(error, CoordinatorLost):
             plan, _ = phases.plan_in_any_case(phases.all)  # `error` says more than the policy's
             _note(error, self.reconciler.retreat(phases.name, phases.with_kept(plan)))
@@ -295,9 +294,8 @@ class PhaseStack:
     # --- suspending
 
     def _offload_all(self, action: str, drop: Sequence[str]) -> None:
-        """Have engines drop their weights, and take every handle off the device, outside every
-        phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
-        raises those."""
+        """Have engines drop their weights, and take every handle off the device, outside of phases.
+        Raises what failed, but not changes to offloaded handles: the next phase does."""
         with self.lock.attempt(raises_own_error=True), self.lock.transition():
             vote = self.lock.vote
             leaving = None if vote is None else LeavingRanks(vote, action)

@@ -1,10 +1,9 @@
 """Suspensions: a manager leaves the device because another process needs it, and its next phase
 waits until it is resumed.
 
-It is carried out by the thread that leaves the outermost phase, or, where none is open, by the
-thread that asks. Ranks of a group tell each other what they are asked for as they begin or leave an
-outermost phase, and carry it out together. A resumption is noted on the group's board, where the
-ranks that wait look for it.
+The thread that leaves the outermost phase carries it out, or the one that asks, where none is open.
+Ranks of a group tell each other what they are asked for as they begin or leave an outermost phase,
+and carry it out together. A resumption is noted on the group's board, where waiting ranks look.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class Suspension:
     _offload_all: Callable[[str, Sequence[str]], None]
     # the requests of threads, by their answers: the reason of a refusal, or an empty text
     asked: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-    # those that are being carried out, and cannot be taken back
-    _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-
-    # --- asking
+    _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)  # being carried out
 
     def suspend(
         self, request: SuspensionRequest, has_gone: Callable[[], bool] = lambda: False
@@ -56,10 +52,8 @@ class Suspension:
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
-                    raise self._refused(
-                        f"this thread has phase {phase.name!r} open, and would wait for itself. "
-                        "Leave it first, or ask in another thread"
-                    )
+                    text = f"this thread has phase {phase.name!r} open, and would wait for itself"
+                    raise self._refused(text)
             try:
                 self.asked[answer] = request
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -86,25 +80,21 @@ class Suspension:
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {on_device})")
 
     def _verdict(self, request: SuspensionRequest) -> str | None:
-        """Why the last suspension is not what is asked for; empty if it is. None: a new one may
-        begin."""
+        """The answer to a request: see `_mismatch`. None: a new suspension may begin."""
         last = self._phases.suspension
         is_on = time.monotonic() < last.until_seconds
         if not is_on and (request.epoch or math.inf) > last.epoch:
             return None
-        return "" if is_on and self._is_last(request) else self._refusal(request)
+        return self._mismatch(request, is_on)
 
-    def _is_last(self, request: SuspensionRequest) -> bool:
-        """Whether the last suspension is, or was, what is asked for."""
+    def _mismatch(self, request: SuspensionRequest, is_on: bool) -> str:
+        """Why the last suspension, on or over, is not what is asked for; empty if it is."""
         last = self._phases.suspension
-        return request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}
-
-    def _refusal(self, request: SuspensionRequest) -> str:
-        last = self._phases.suspension
+        if is_on and request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}:
+            return ""
         asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
-        is_on = "on" if time.monotonic() < last.until_seconds else "over"
-        dropped = listed(last.drop) or "nothing"
-        return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {is_on}"
+        dropped, state = listed(last.drop) or "nothing", "on" if is_on else "over"
+        return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {state}"
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
@@ -119,14 +109,11 @@ class Suspension:
 
     def _status(self) -> SuspensionStatus:
         snapshot = self._read()
+        held = sum(handle.resident_bytes for handle in snapshot.handles)
+        epoch = self._phases.suspension.epoch
         return SuspensionStatus(
-            epoch=self._phases.suspension.epoch,
-            suspended=snapshot.suspended,
-            resident_bytes=sum(handle.resident_bytes for handle in snapshot.handles),
-            snapshot=snapshot,
+            epoch=epoch, suspended=snapshot.suspended, resident_bytes=held, snapshot=snapshot
         )
-
-    # --- carrying it out
 
     def carry_out(self) -> None:
         """Carry out what threads ask for. Nothing happens while the lock is held, or a phase is
@@ -165,8 +152,7 @@ class Suspension:
         return newest.model_copy(update={"epoch": epoch})
 
     def _suspend(self, request: SuspensionRequest | None) -> None:
-        """Carry out a suspension, and answer the threads that ask. An error refuses it, and is not
-        raised."""
+        """Carry out a suspension, and answer the threads that ask. An error only refuses it."""
         if request is None:
             return
         try:
@@ -187,18 +173,14 @@ class Suspension:
         self._answer()
 
     def _answer(self, reason: str = "") -> None:
-        """Answer the threads whose requests were taken up. `reason`: why they are refused; empty:
-        the manager was suspended."""
+        """Answer the requests that were taken up. `reason`: why they are refused; empty: the last
+        suspension was carried out for them, though it may be over again."""
         while self._taken:
             answer, request = self._taken.popitem()
-            if not reason and not self._is_last(request):
-                answer.set_result(self._refusal(request))
-            else:
-                answer.set_result(reason)
+            answer.set_result(reason or self._mismatch(request, is_on=True))
 
     def wait(self) -> None:
-        """Wait for the end of a suspension. Ctrl-C ends the wait. Raises CoordinatorLost: the ranks
-        of the group cannot be heard."""
+        """Wait for the end of a suspension, or Ctrl-C. CoordinatorLost: no rank can be heard."""
         phases, vote = self._phases, self._lock.vote
         looked = time.monotonic()
         for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
