@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -79,8 +78,7 @@ class Server:
         self._port = parts.port
         self._prefix = parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
-        # whether a connection was refused since a manager took the server over
-        self.has_ended = False
+        self.has_ended = False  # whether it refused a connection since a manager took it over
         self._headers = {"Accept": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -92,7 +90,7 @@ class Server:
         *,
         query: Mapping[str, str | Iterable[str]] | None = None,
         body: Any = None,
-        seconds: float = math.inf,
+        seconds: float | None = None,
     ) -> Answer:
         """Send one request, with `body` as JSON unless it is None, and read the whole answer, of
         any status. `seconds`: a limit that is shorter than the deadline.
@@ -104,7 +102,7 @@ class Server:
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
-        limit = min(seconds, self._deadline_seconds)
+        limit = self._deadline_seconds if seconds is None else min(seconds, self._deadline_seconds)
         deadline = time.monotonic() + limit
         connection = self._connect(request, limit)
         sock = connection.sock
@@ -183,11 +181,11 @@ class ServedEngine(TaggedEngine):
         self._send, self._in_flight = send, in_flight
         self._started: Any = None
 
-    def _start(self, seconds: float) -> Any:
+    def _start(self, seconds: float | None = None) -> Any:
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
 
-    def _take_over(self, seconds: float = math.inf) -> None:
+    def _take_over(self, seconds: float | None = None) -> None:
         """The server that answers now is the one that is registered."""
         self._started = self._start(seconds)
         self._server.has_ended = False

@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -124,7 +123,7 @@ class SglangServer(ServedEngine, _Sglang):
     def load(self, tags: Collection[str]) -> None:
         """Resume these tags. EngineLost: no answer, or it was restarted meanwhile, has released
         none, and a resume would kill it."""
-        self._expect_start(self._start(math.inf))
+        self._expect_start(self._start())
         self._order("/resume_memory_occupation", tags=[*tags])
 
     def _expect_start(self, started: Any) -> None:
@@ -143,10 +142,10 @@ class SglangServer(ServedEngine, _Sglang):
             raise EngineError(f"{answer}; expected 200 (flushed) or 400 (busy)")
         return None if answer.is_ok else str(answer)
 
-    def _start(self, seconds: float) -> Any:
+    def _start(self, seconds: float | None = None) -> Any:
         return self._info(seconds).get("startup_time")
 
-    def _info(self, seconds: float = math.inf) -> dict[str, Any]:
+    def _info(self, seconds: float | None = None) -> dict[str, Any]:
         for path in ("/server_info", "/get_server_info"):  # 0.5.9 has only the second
             answer = self._server.ask("GET", path, seconds=seconds)
             if answer.status != 404:

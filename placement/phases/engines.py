@@ -114,10 +114,7 @@ def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handl
         handle, engine = handles[name], handles[name].object
         is_engine = isinstance(engine, TaggedEngine) and not handle.readonly
         if not is_engine or not (engine.can_discard or not engine.residency.keeps_weights):
-            raise PhaseError(
-                f"drop: {name!r} cannot be dropped: only an engine can whose weights a sync brings "
-                "again, and which sleeps without them (vLLM at level 2)"
-            )
+            raise PhaseError(f"drop: {name!r} cannot be dropped: only an engine with sleep level 2")
         engines.append(handle)
     return engines
 
