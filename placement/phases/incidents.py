@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +13,7 @@ from pathlib import Path
 import torch
 from pydantic_core import to_json
 
-from placement.core.errors import (
-    BrokenHandleError,
-    DeviceMemoryError,
-    HostMemoryError,
-    IntegrityError,
-)
+from placement.core import errors
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.snapshot import Audit, Snapshot
@@ -27,8 +21,8 @@ from placement.core.states import Plan
 
 # the last one is torch's, of the user's own computing
 _KINDS = (
-    *(BrokenHandleError, IntegrityError),
-    *(HostMemoryError, DeviceMemoryError, torch.OutOfMemoryError),
+    *(errors.BrokenHandleError, errors.IntegrityError),
+    *(errors.HostMemoryError, errors.DeviceMemoryError, torch.OutOfMemoryError),
 )
 _NOTE = "placement: incident: "
 
@@ -54,15 +48,16 @@ class Incidents:
         error that the user sees instead of this one."""
         if self._settings.incidents is None:
             return
-        if raised is None:
-            raised = error
+        raised = error if raised is None else raised
         notes = getattr(raised, "__notes__", None) or []
         notes.sort(key=lambda note: str(note).startswith(_NOTE))  # the one that names it is last
         if notes and str(notes[-1]).startswith(_NOTE):
             return
         try:
             snapshot = self._take_snapshot()
-            if self._is_incident(error, snapshot):
+            before = self._broken
+            self._broken = {handle.name for handle in snapshot.handles if handle.broken}
+            if isinstance(error, _KINDS) or not self._broken <= before:
                 folder = self._new_folder(self._settings.incidents)
                 try:
                     self._fill(folder, error, plan, snapshot)
@@ -71,14 +66,8 @@ class Incidents:
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
             logger.warning("an incident is not complete: %s", failure)
 
-    def _is_incident(self, error: BaseException, snapshot: Snapshot) -> bool:
-        """Whether an error is one of memory or bytes, or a handle has broken since the last one."""
-        before = self._broken
-        self._broken = {handle.name for handle in snapshot.handles if handle.broken}
-        return isinstance(error, _KINDS) or not self._broken <= before
-
     def _new_folder(self, directory: str) -> Path:
-        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{socket.gethostname()}-{os.getpid()}"
+        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.uname().nodename}-{os.getpid()}"
         folder = Path(directory, name)
         folder.mkdir(parents=True)
         self._folders.append(folder)
@@ -86,9 +75,7 @@ class Incidents:
             shutil.rmtree(self._folders.popleft(), ignore_errors=True)
         return folder
 
-    def _fill(
-        self, folder: Path, error: BaseException, plan: Plan | None, snapshot: Snapshot
-    ) -> None:
+    def _fill(self, to: Path, error: BaseException, plan: Plan | None, snapshot: Snapshot) -> None:
         """Write the files. A device that has failed ends the last ones."""
         states = Plan({handle.name: handle.state for handle in snapshot.handles})
         incident = {
@@ -97,12 +84,12 @@ class Incidents:
             "plan": plan or states,
         }
         journal = {"records": [*self._journal], "failures": [*self._journal.failures]}
-        (folder / "incident.json").write_bytes(to_json(incident))
-        (folder / "snapshot.json").write_bytes(to_json(snapshot))
-        (folder / "journal.json").write_bytes(to_json(journal))
+        (to / "incident.json").write_bytes(to_json(incident))
+        (to / "snapshot.json").write_bytes(to_json(snapshot))
+        (to / "journal.json").write_bytes(to_json(journal))
         # torch records it where the user has switched that on (`_record_memory_history`)
         if torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
-            torch.cuda.memory._dump_snapshot(str(folder / "torch_memory.pickle"))
+            torch.cuda.memory._dump_snapshot(str(to / "torch_memory.pickle"))
         if self._device.type == "cuda":
-            (folder / "processes.txt").write_text(torch.cuda.list_gpu_processes(self._device))
-        (folder / "audit.json").write_bytes(to_json(self._take_audit(states)))
+            (to / "processes.txt").write_text(torch.cuda.list_gpu_processes(self._device))
+        (to / "audit.json").write_bytes(to_json(self._take_audit(states)))
