@@ -190,8 +190,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
-    text = "print who held what in an incident: a folder that an error names"
-    parser.add_argument("--incident", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--incident", type=Path, metavar="DIR", help="print an incident's report")
     parser.set_defaults(run=run_status)
 
 
@@ -269,8 +268,7 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
     parser.add_argument("--deadline", type=_seconds, metavar="SECONDS", help=text)
-    text = "after how long it is resumed at the latest"
-    parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
+    parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help="how long at most")
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
@@ -303,7 +301,7 @@ def run_control(arguments: argparse.Namespace) -> int:
 
     workers = find_targets(_places(arguments))
     if not workers:
-        raise PlacementError("no worker has announced itself in the discovery folder")
+        raise PlacementError(f"no worker has announced itself in {', '.join(_places(arguments))}")
     with ThreadPoolExecutor(len(workers)) as pool:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))

@@ -3,8 +3,6 @@ has run or failed to begin."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
 
@@ -16,7 +14,7 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
     resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
     journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
     peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {journal.phase: resident_bytes}
-    counted = _counters(snapshot, journal.gone)
+    counted = _counters(snapshot, journal)
     before, journal.logged = journal.logged, counted
 
     figures = {"host_gb": sum(handle.host_bytes for handle in snapshot.handles) / _GB}
@@ -25,21 +23,20 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
         figures["disk_gb"] = disk_bytes / _GB
     for phase in snapshot.phase_peak_bytes | snapshot.phase_stall_seconds:
         figures[f"peak_device_gb/{phase}"] = peaks.get(phase, 0) / _GB
+        if totals:
+            figures[f"total/peak_device_gb/{phase}"] = snapshot.phase_peak_bytes.get(phase, 0) / _GB
     for name, value in counted.items():
         figures[name] = value - before.get(name, 0)
         if totals:
             figures[f"total/{name}"] = value
-    if totals:
-        for phase, nbytes in snapshot.phase_peak_bytes.items():
-            figures[f"total/peak_device_gb/{phase}"] = nbytes / _GB
     return {f"placement/{name}": value for name, value in figures.items()}
 
 
-def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
-    """The figures that only grow; a feature's from its first use on. `gone`: see `Journal`."""
+def _counters(snapshot: Snapshot, journal: Journal) -> dict[str, float]:
+    """The figures that only grow; a feature's from its first use on."""
 
     def gigabytes(name: str) -> float:
-        nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
+        nbytes: int = journal.gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
         return nbytes / _GB
 
     failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
@@ -55,7 +52,7 @@ def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
     of_features = {
         "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
         "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
-        "failures": failures + gone["failures"],
+        "failures": failures + journal.gone["failures"],
         "pairing_violations": snapshot.pairing_violations,
         "wrong_writes": snapshot.wrong_writes,
     }
