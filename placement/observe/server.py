@@ -406,8 +406,8 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), "placement.has_gone": self._has_gone}
 
     def _has_gone(self) -> bool:
-        """Whether the client has closed its connection, or was dropped; if not, it may wait on."""
-        self.server._clients[self.connection] = time.monotonic()
+        """Whether the client has closed its connection, or was dropped."""
+        self.server._clients[self.connection] = time.monotonic()  # one that is there may wait on
         poll = select.poll()
         poll.register(self.connection, select.POLLRDHUP)
         return bool(poll.poll(0))

@@ -49,6 +49,7 @@ class Suspension:
         answer: Future[str] = Future()
         until = time.monotonic() + request.deadline_seconds
         with interrupts.deferred():
+            self._lock.check_process()
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
