@@ -53,8 +53,7 @@ class Suspension:
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
-                    text = f"this thread has phase {phase.name!r} open, and would wait for itself"
-                    raise self._refused(text)
+                    raise self._refused(f"this thread has phase {phase.name!r} open: use another")
             try:
                 self.asked[answer] = request
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
