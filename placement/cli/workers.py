@@ -228,7 +228,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def incident_report(folder: Path) -> str:
-    """Who held what in an incident, largest first, and why. Raises PlacementError: it is none."""
+    """The report of an incident: who held what, and why. Raises PlacementError: it is none."""
     try:
         incident = json.loads((folder / "incident.json").read_text())
         snapshot = json.loads((folder / "snapshot.json").read_text())
