@@ -16,7 +16,8 @@ on the host, where DeepSpeed's AdamW steps.
 verl: its `param_offload` and `optimizer_offload`, by the helpers of its FSDP engine.
 placement: under `Colocated("streamed", stream_sync=True)`, `Cyclic(optimizer_in="streamed")` and
 `Resident()`. The budget is what gradients and activations leave. The forecast is that of
-`placement.forecast`, made before the job from what `placement doctor` measures on this machine.
+`placement.forecast`, from what `placement doctor` measures on this machine before the job, and from
+the seconds of the work in each phase.
 
 On the simulated device the figures show only that everything runs, and that the losses agree.
 """
@@ -209,7 +210,7 @@ def _measure(
         add(f"loss of step {number}", loss, "")
         add(f"log-probability of step {number}", log_prob, "")
     if isinstance(trainer, Placed):
-        snapshot, forecast = trainer.manager.snapshot(), trainer.forecast
+        snapshot, forecast = trainer.manager.snapshot(), trainer.forecast()
         left = trainer.manager.device.memory().chunk_bytes
         add("on the device outside phases", left, "bytes")
         held = sum(handle.host_bytes for handle in trainer.manager.handles.values())
