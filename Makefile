@@ -32,9 +32,9 @@ example: $(FRAMEWORKS)
 TEST_PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 7 ? cores + 1 : 8)))
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
-# What tests need of the system is fetched while pip fetches the rest.
+# Only the tests that --slow adds need packages of the system; those are fetched while pip fetches the rest.
 test:
-	@$(MAKE) --no-print-directory --jobs=3 $(FRAMEWORKS) $(SYSTEM) $(ENGINES)
+	@$(MAKE) --no-print-directory --jobs=3 $(FRAMEWORKS) $(ENGINES) $(if $(findstring --slow,$(ARGS)),$(SYSTEM))
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # By these the next runs are ordered: what takes long begins first.

@@ -35,7 +35,7 @@ def machine(device: str) -> dict[str, Any]:
     """The facts about the machine on which the numbers depend."""
     described: dict[str, Any] = {
         "device": device,
-        "cpu_cores": os.cpu_count() or 0,
+        "cpu_cores": len(os.sched_getaffinity(0)),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "torch": torch.__version__,

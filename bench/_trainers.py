@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -249,26 +250,23 @@ class Verl(Trainer):
 
 
 class Placed(Trainer):
-    """placement under one policy."""
+    """placement under one policy.
+
+    Attributes:
+        work_seconds: the durations of each phase since the last forecast, without moves.
+    """
 
     policy: placement.Policy
 
     def prepare(self) -> None:
+        self.work_seconds: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         device = self.rig.placement_device()
         streamed_optimizer.BUCKET_BYTES = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
-        budget = self.rig.free_bytes() - working_bytes(self.rig, self.shape)
+        self._budget = self.rig.free_bytes() - working_bytes(self.rig, self.shape)
         self.manager = placement.Manager(
-            device=device, policy=self.policy, budget_bytes=budget, phases=_OWN_PHASES
+            device=device, policy=self.policy, budget_bytes=self._budget, phases=_OWN_PHASES
         )
-        self.forecast = placement.forecast(
-            self._register_sizes,
-            policy=self.policy,
-            cycle=_PHASES,
-            budget_bytes=budget,
-            phases=_OWN_PHASES,
-            device=self.manager.device,
-            link=measured_link(self.manager.device, self.rig.pick(1 << 20, 1 << 30, 1 << 30)),
-        )
+        self._link = measured_link(self.manager.device, self.rig.pick(1 << 20, 1 << 30, 1 << 30))
         # one after the other, so that no two models are in torch's own memory together
         self.actor = self.model(torch.float32)
         self.handle = self.manager.register("actor", self.actor, role="actor")
@@ -285,14 +283,42 @@ class Placed(Trainer):
         run.register("ref", ref, role="ref", readonly=True)
         run.register("actor.optimizer", torch.optim.AdamW(actor.parameters()))
 
+    def forecast(self) -> placement.Forecast:
+        """The forecast of the steps since the last call. It is told how long their work took,
+        because copies that come early go on meanwhile. The first step does not count."""
+        work = {phase: statistics.median(taken[1:]) for phase, taken in self.work_seconds.items()}
+        self.work_seconds = {phase: [] for phase in _PHASES}
+        return placement.forecast(
+            self._register_sizes,
+            policy=self.policy,
+            cycle=_PHASES,
+            budget_bytes=self._budget,
+            phases=_OWN_PHASES,
+            device=self.manager.device,
+            link=self._link,
+            work_seconds=work,
+        )
+
     def begin(self, phase: str) -> None:
         if self.manager.phase_name == IDLE:
             self.manager.enter(phase)
         else:
+            self._note_work()
             self.manager.switch(phase)
+        self._began = time.perf_counter()
 
     def end(self) -> None:
+        self._note_work()
         self.manager.leave()
+
+    def _note_work(self) -> None:
+        """Note the seconds of the phase that is open. Kernels that still run are no move, so they
+        are waited for."""
+        self.rig.sync()
+        seconds = time.perf_counter() - self._began
+        if self.manager.phase_name == "train":
+            seconds -= self.step_seconds
+        self.work_seconds[self.manager.phase_name].append(seconds)
 
     def weights(self) -> Iterator[Tensor]:
         for bucket in self.handle.weights(dtype=torch.bfloat16):

@@ -16,7 +16,8 @@ on the host, where DeepSpeed's AdamW steps.
 verl: its `param_offload` and `optimizer_offload`, by the helpers of its FSDP engine.
 placement: under `Colocated("streamed", stream_sync=True)`, `Cyclic(optimizer_in="streamed")` and
 `Resident()`. The budget is what gradients and activations leave. The forecast is that of
-`placement.forecast`, made before the job from what `placement doctor` measures on this machine.
+`placement.forecast`, from what `placement doctor` measures on this machine before the job, and from
+the seconds of the work in each phase.
 
 On the simulated device the figures show only that everything runs, and that the losses agree.
 """
@@ -61,7 +62,7 @@ class Job:
     Attributes:
         limit: gigabytes (1e9 bytes) of the device that it may use; None: all.
         tokens: one measurement for each, one after the other.
-        steps: measured steps; one more comes before them.
+        steps: measured steps for each of `tokens`; one more comes before them.
         is_beside: other programs run on the machine, so that its host memory tells nothing.
     """
 
@@ -69,7 +70,7 @@ class Job:
     system: str
     limit: float | None
     tokens: tuple[int, ...]
-    steps: int
+    steps: tuple[int, ...]
     is_beside: bool = False
 
     def scenario(self, tokens: int) -> str:
@@ -102,6 +103,30 @@ class _Watch:
         self._file.write_text(text, encoding="utf-8")
 
 
+class _HostMemory:
+    """The host memory of this process: what the kernel counts, and the page-locked memory that
+    torch has from the driver where the kernel does not count it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._is_added = False
+        if rig.is_cuda:
+            before = _counted_bytes()
+            locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+            self._is_added = _counted_bytes() - before < locked.nbytes // 2
+            del locked
+            torch._C._host_emptyCache()
+            torch.cuda.reset_peak_host_memory_stats()
+
+    def most_bytes(self) -> int:
+        locked = torch.cuda.host_memory_stats() if self._is_added else {}
+        return _counted_bytes() + int(locked.get("allocated_bytes.peak", 0))
+
+
+def _counted_bytes() -> int:
+    """The most memory that this process had, as the kernel counts it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _child(rig: Rig, results: Results, job: Job) -> None:
     """Measure one job, and end the process: the next one needs the memory now, and handing it back
     in order takes longer."""
@@ -110,12 +135,13 @@ def _child(rig: Rig, results: Results, job: Job) -> None:
     results.write()  # makes the folder, and CUDA's context
     taken = _take_all_but(rig, job.limit)
     watch = _Watch(results.path.with_name(_PART))
+    host = _HostMemory(rig)
     free_bytes = rig.free_bytes()
     try:
         trainer = TRAINERS[job.system](rig, SHAPES[job.size], watch.note)
         trainer.prepare()
-        for tokens in job.tokens:
-            _measure(rig, results, job, tokens, trainer, watch, free_bytes)
+        for tokens, steps in zip(job.tokens, job.steps, strict=True):
+            _measure(rig, results, job, tokens, steps, trainer, watch, host, free_bytes)
             results.write()
     except Exception as error:
         traceback.print_exc()
@@ -139,18 +165,20 @@ def _measure(
     results: Results,
     job: Job,
     tokens: int,
+    steps: int,
     trainer: Trainer,
     watch: _Watch,
+    host: _HostMemory,
     free_bytes: int,
 ) -> None:
-    """Train with so many tokens in a step. `free_bytes` were free on the device before the models
-    were made."""
+    """Train so many steps, with so many tokens in each. `free_bytes` were free on the device before
+    the models were made."""
     length = _length(rig)
     generator = torch.Generator().manual_seed(tokens)
-    size = (1 + job.steps, tokens // (_SEQUENCES * length), _SEQUENCES, length)
+    size = (1 + steps, tokens // (_SEQUENCES * length), _SEQUENCES, length)
     batches = torch.randint(trainer.shape.vocabulary, size, generator=generator)
     rig.empty_cache()
-    seconds, moves, steps, computed = [], [], [], []
+    seconds, moves, optimizer_steps, computed = [], [], [], []
     with rig.sampled_peak() as peak:
         free_at_first = rig.free_bytes()
         for number, ids in enumerate(batches.to(rig.torch_device)):
@@ -159,7 +187,7 @@ def _measure(
             rig.sync()
             seconds.append(time.perf_counter() - began)
             moves.append(trainer.seconds_of_moves())
-            steps.append(trainer.step_seconds)
+            optimizer_steps.append(trainer.step_seconds)
             print(f"   step {number}: {seconds[-1]:.2f} s", flush=True)
 
     def add(metric: str, value: float, unit: str) -> None:
@@ -169,12 +197,12 @@ def _measure(
     add("step", step, "s")
     if moves[0] is not None:
         add("of it moves", statistics.median(moves[1:]), "s")
-    add("of it optimizer.step()", statistics.median(steps[1:]), "s")
+    add("of it optimizer.step()", statistics.median(optimizer_steps[1:]), "s")
     add("first step", seconds[0], "s")
     add("rate", tokens / step, "tokens/s")
     if peak.samples:
         add("peak, seen by the driver", free_bytes - free_at_first + peak.rise_bytes, "bytes")
-    add("host peak, of the process", _most_host_bytes(), "bytes")
+    add("host peak, of the process", host.most_bytes(), "bytes")
     if not job.is_beside:
         risen = watch.most_host_bytes - watch.first_host_bytes
         add("host peak, of the machine", risen, "bytes")
@@ -182,7 +210,7 @@ def _measure(
         add(f"loss of step {number}", loss, "")
         add(f"log-probability of step {number}", log_prob, "")
     if isinstance(trainer, Placed):
-        snapshot, forecast = trainer.manager.snapshot(), trainer.forecast
+        snapshot, forecast = trainer.manager.snapshot(), trainer.forecast()
         left = trainer.manager.device.memory().chunk_bytes
         add("on the device outside phases", left, "bytes")
         held = sum(handle.host_bytes for handle in trainer.manager.handles.values())
@@ -192,7 +220,7 @@ def _measure(
             ("registered, peak on the device", forecast.peak_bytes, snapshot.peak_bytes, "bytes"),
             ("registered, on the host", forecast.host_bytes, held, "bytes"),
             ("moves", sum(told_of.values()), statistics.median(moves[1:]), "s"),
-            ("streamed step", told_step, statistics.median(steps[1:]), "s"),
+            ("streamed step", told_step, statistics.median(optimizer_steps[1:]), "s"),
         ):
             add(f"{what}, forecast", told, unit)
             add(what, found, unit)
@@ -202,11 +230,6 @@ def _measure(
 def _length(rig: Rig) -> int:
     """The tokens of a sequence."""
     return rig.pick(16, 1024, 1024)
-
-
-def _most_host_bytes() -> int:
-    """The most memory that this process had, as the kernel counts it."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _where(part: str, error: Exception) -> str:
@@ -292,6 +315,9 @@ def measure(rig: Rig, results: Results, options: argparse.Namespace) -> None:
         results.read()
     sizes = {"tiny": ["tiny"], "quick": ["1.5B"], "full": ["1.5B", "4B", "7.6B"]}[rig.size]
     tokens = options.tokens or ((64, 128) if rig.size == "tiny" else (4096, 65536))
+    steps = options.steps * len(tokens) if len(options.steps) == 1 else options.steps
+    if len(steps) != len(tokens):
+        raise SystemExit("--steps: write one number, or one for each of --tokens")
     micro_batch = _SEQUENCES * _length(rig)
     if any(count < 1 or count % micro_batch for count in tokens):
         raise SystemExit(f"--tokens: write multiples of {micro_batch}, the tokens of a micro-batch")
@@ -300,7 +326,7 @@ def measure(rig: Rig, results: Results, options: argparse.Namespace) -> None:
             if TRAINERS[name].needs_gpu and not rig.is_cuda and not rig.only:
                 continue
             for limit in options.limits if rig.is_cuda else [None]:
-                job = Job(size, name, limit, tuple(tokens), options.steps, is_beside=options.beside)
+                job = Job(size, name, limit, tuple(tokens), tuple(steps), is_beside=options.beside)
                 _forget(results, job)
                 print(f"== {size}, {name}, limit {limit}", flush=True)
                 began = time.perf_counter()
@@ -328,7 +354,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help='GB of the device that a system may use, or "none"; default: 80 none',
     )
     own.add_argument("--tokens", nargs="+", type=int, help="in a step; default: 4096 65536")
-    own.add_argument("--steps", type=int, default=3, help="one more comes before these")
+    own.add_argument(
+        "--steps",
+        nargs="+",
+        type=int,
+        default=[3],
+        help="one number, or one for each of --tokens; one more step comes before these",
+    )
     own.add_argument("--seconds", type=float, default=150.0, help="limit for each process")
     own.add_argument(
         "--beside",

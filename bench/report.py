@@ -386,9 +386,12 @@ _ROOMS = ("80 GB", "the whole GPU")
 
 
 def whole_job(results: Results) -> str:
-    """What the README shows of `bench.one_gpu`: seconds of a step, and the peak on the device, with
-    and without placement."""
+    """What the README shows of `bench.one_gpu`: seconds of a step, and the peaks on the device and
+    on the host, with and without placement."""
     content = results["one_gpu"]
+    reasons = {
+        (error["scenario"], error["system"]): error["message"] for error in content["errors"]
+    }
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in content["rows"]:
         found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
@@ -398,18 +401,21 @@ def whole_job(results: Results) -> str:
     ]
     for room in _ROOMS:
         for system in dict.fromkeys(system for scenario, system in found if room in scenario):
-            jobs = [found.get((f"{job}, {room}", system)) for job in _WHOLE_JOBS]
-            if all(job is not None for job in jobs):
-                cells = [_whole_job_cell(job) for job in jobs if job is not None]
+            jobs = [(f"{job}, {room}", system) for job in _WHOLE_JOBS]
+            cells = [_whole_job_cell(found.get(job), reasons.get(job, "")) for job in jobs]
+            if cells.count("not run") == 0 or (cells[0] != "not run" and room == _ROOMS[0]):
                 written.append(f"| {system}, {room} | {' | '.join(cells)} |")
     return "\n".join(written)
 
 
-def _whole_job_cell(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _whole_job_cell(rows: Mapping[str, Mapping[str, Any]] | None, reason: str) -> str:
+    if rows is None:
+        return "not run"
     if "step" not in rows:
-        return "out of memory"
-    metrics = ("step", "peak, seen by the driver")
-    return ", ".join(_cell_of_one_gpu(rows, metric) for metric in metrics)
+        return "out of memory" if "OutOfMemory" in reason else reason
+    metrics = ("step", "peak, seen by the driver", "host peak")
+    step, on_device, on_host = (_cell_of_one_gpu(rows, metric) for metric in metrics)
+    return f"{step}, {on_device}, host {on_host}"
 
 
 PAGES: Mapping[str, Callable[[Results], str]] = {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What only tests need from the system: a real Prometheus, a browser, and a model checker. Installed where that is possible without
+# What only tests of the sweeps need from the system: a real Prometheus, a browser, and a model checker. Installed where that is possible without
 # asking anybody (Debian, as root); elsewhere the tests that need them are skipped and say so.
 missing=""
 command -v prometheus >/dev/null 2>&1 && command -v promtool >/dev/null 2>&1 || missing="$missing prometheus"

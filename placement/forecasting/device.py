@@ -362,6 +362,7 @@ class SizedModule(torch.nn.Module):
         for tensor in self.tensors:
             tensor.grad = None
             tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        self._modules.clear()
 
 
 @allow
@@ -398,8 +399,9 @@ class SizedOptimizer(torch.optim.Optimizer):
         return tensors
 
     def empty(self) -> None:
-        """Take the state out, so that no value is handed back that does not exist."""
+        """Take state and parameters out, so that no value is handed back that does not exist."""
         self.state.clear()
+        self.param_groups.clear()
 
 
 class SizedEngine(TaggedEngine):

@@ -154,6 +154,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             while self._manager.phase_name != IDLE:
                 self._try_to_enter(Phase(IDLE))
         finally:
+            self._stand_ins.clear()
             for stand_in in self._objects.values():
                 if not isinstance(stand_in, SizedEngine):
                     stand_in.empty()

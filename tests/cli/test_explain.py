@@ -76,6 +76,7 @@ def test_a_phase_that_does_not_fit_is_shown_and_the_status_says_so() -> None:
     assert row(text, "eval")[:7] == row(text, "checkpoint")[:7]
 
 
+@pytest.mark.sweep
 def test_a_streamed_sync_has_its_own_mark() -> None:
     _, text = explain(Colocated(stream_sync=True))
     assert row(text, "weight_sync")[:2] == ["stream", "-"]

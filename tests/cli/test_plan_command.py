@@ -94,6 +94,7 @@ def test_a_job_that_does_not_fit_says_where_and_by_how_much(
     assert f"({refused['over_bytes']:,} bytes) too many" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_policies_side_by_side(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     policies = "colocated(drop_gradients=True, stream_sync=False),resident"
     words = [model, "--cycle", "ppo", "--policy", policies, "--budget", "1GiB", "--link", "1GB"]

@@ -35,7 +35,7 @@ from tests.engines.standin import (
 )
 from tests.engines.test_in_process import LLM
 from tests.engines.test_vllm_backend import poison, seed
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal
 
 PAGE = 4096
 ALL = {"weights", "kv_cache"}
@@ -233,8 +233,7 @@ def leave_and_come(run: Run, leaves: str, between: Callable[[set[str]], None]) -
 LEAVES = ("level 1", "level 2", "KV alone")
 
 
-@pytest.mark.parametrize("leaves", LEAVES)
-@pytest.mark.parametrize("how", few(["cold", "twice", "staged", "failed"], "cold", "failed"))
+@pytest.mark.parametrize(("how", "leaves"), diagonal(["cold", "failed", "twice", "staged"], LEAVES))
 def test_what_left_comes_back(leaves: str, how: str, begin: Begin) -> None:
     run = begin("discard" if leaves == "level 2" else "keep")
     run.expect(asleep=ALL)

@@ -69,6 +69,7 @@ def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
             device.map(addresses, (device.create(CHUNK),))
 
 
+@pytest.mark.sweep
 @settings(
     max_examples=400 if IS_SWEEP else 8,
     deadline=None,
@@ -248,6 +249,7 @@ PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync
 ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
 
 
+@pytest.mark.sweep
 @settings(
     max_examples=400 if IS_SWEEP else 8,
     deadline=None,

@@ -21,6 +21,7 @@ from placement.forecasting.config import OPTIMIZERS, module_of
 from placement.forecasting.description import CYCLES, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.stand_ins import parts_of
+from placement.policies import Colocated, Cyclic
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20
@@ -47,6 +48,15 @@ def worker(optimizer: str | None = None, *beside: nn.Module | Rollout) -> Callab
             run.register(role, target, role=role, readonly=not is_engine)
 
     return register
+
+
+@pytest.mark.parametrize("policy", [Colocated("streamed"), Cyclic(optimizer_in="streamed")])
+def test_a_forecast_logs_no_error_at_its_end(
+    policy: placement.Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    register = worker("adamw", mlp())
+    placement.forecast(register, policy=policy, cycle=("ref_log_prob", "train", "weight_sync"))
+    assert caplog.text == ""
 
 
 def seconds(link: Link, to_device: int, to_host: int) -> float:

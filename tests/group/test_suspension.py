@@ -393,6 +393,7 @@ def test_a_killed_rank_stops_nobody(
     assert {rank.call("state")[0] for rank in ranks} == {False}
 
 
+@pytest.mark.sweep
 def test_the_example_of_two_jobs(capfd: pytest.CaptureFixture[str]) -> None:
     from examples.time_slices import STEPS, main
 

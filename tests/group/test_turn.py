@@ -557,6 +557,7 @@ def test_a_holder_file_that_is_damaged_costs_a_name(sharer: Sharer) -> None:
             other.take("train")
 
 
+@pytest.mark.sweep
 def test_the_example_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It spawns its processes for CUDA's sake. These have their imports already."""
     from examples.shared_gpu import main

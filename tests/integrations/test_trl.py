@@ -210,13 +210,14 @@ def only_a_layer_learns(folder: str) -> Any:
     return model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [
-        pytest.param("colocated", {"optim": "sgd"}, marks=pytest.mark.sweep),
+        ("colocated", {"optim": "sgd"}),
         # the reference is asked between two backward passes of one step
         ("colocated", {"optim": "sgd", "steps_per_generation": 1, "num_iterations": 1}),
-        pytest.param("colocated('streamed')", {}, marks=pytest.mark.sweep),
+        ("colocated('streamed')", {}),
     ],
 )
 def test_actor_and_reference_that_do_not_fit_together(
@@ -359,6 +360,7 @@ SAVING: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep
 def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
     """Both save the same bytes, and each trains a second time."""
     ours, own = train_both(folder, tmp_path, lambda: {"eval_dataset": hf.prompts()}, **SAVING)
@@ -590,6 +592,7 @@ class Interrupting:
 INTERRUPTED = {"max_steps": 2, "steps_per_generation": 1, "num_iterations": 1}
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("_on_16_mib")
 def test_after_an_interrupt_a_script_goes_on_as_with_trl(folder: str, tmp_path: Path) -> None:
     weights, trainers = [], []
@@ -797,6 +800,7 @@ def test_vllm_that_does_not_sleep(
     assert [llm.accidents for llm in made] == [[], []]
 
 
+@pytest.mark.sweep
 def test_vllm_that_fails_and_goes_on(
     folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]
 ) -> None:

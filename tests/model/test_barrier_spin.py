@@ -19,6 +19,7 @@ DEPTH = 1_000_000
 MEMORY_MIB = 16_000
 
 pytestmark = [
+    pytest.mark.sweep,
     pytest.mark.skipif(
         not all(map(shutil.which, ("spin", "gcc"))), reason="spin and gcc are not installed here"
     ),
@@ -133,10 +134,10 @@ def test_every_run_keeps_every_property(
 @pytest.mark.parametrize(
     "defines",
     [
-        pytest.param({"RANKS": 2, "CHANGES": 2}, marks=pytest.mark.sweep),
+        {"RANKS": 2, "CHANGES": 2},
         {"RANKS": 3, "CHANGES": 1},
         # and they do not fail where nothing fails
-        pytest.param({"FAILS": 0}, marks=pytest.mark.sweep),
+        {"FAILS": 0},
         pytest.param({"RANKS": 3, "CHANGES": 2}, marks=slow),
         pytest.param({"RANKS": 4, "CHANGES": 1}, marks=slow),
     ],
@@ -179,13 +180,13 @@ DEATH, SKIPPED = (
         # epoch behind
         (BARRIER, SKIPPED, "BEHIND", "meet"),
         # it passes over one more, without looking whether that has ended
-        pytest.param(BARRIER, SKIPPED, "TWICE", "invalid end state", marks=pytest.mark.sweep),
+        (BARRIER, SKIPPED, "TWICE", "invalid end state"),
         # votes do not name their stage, so votes for two stages add up to COMMIT
         (STAGES, {"FAILS": 0}, "NAMELESS", "smooth"),
         # a rank without engines to load ends while others go on
-        pytest.param(STAGES, {"FAILS": 0}, "OWN", "invalid end state", marks=pytest.mark.sweep),
+        (STAGES, {"FAILS": 0}, "OWN", "invalid end state"),
         # engines are loaded together with the other handles
-        pytest.param(STAGES, {"FAILS": 0}, "AT_ONCE", "room", marks=pytest.mark.sweep),
+        (STAGES, {"FAILS": 0}, "AT_ONCE", "room"),
     ],
 )
 def test_each_shortcut_is_refuted(

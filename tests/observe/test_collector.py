@@ -206,6 +206,7 @@ def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | Non
     assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH"
 )

@@ -107,6 +107,7 @@ def test_a_restarted_worker_replaces_its_file_and_the_old_one_leaves_it(tmp_path
     assert targets_in(tmp_path) == []
 
 
+@pytest.mark.sweep
 def test_two_processes_are_found_and_a_killed_one_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,8 @@ Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 CHUNK = 65536
 ON_THE_GPU = (47, 127, 209)
 
+pytestmark = pytest.mark.sweep
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Any]:

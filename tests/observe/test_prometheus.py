@@ -31,6 +31,7 @@ SCRAPES = 16
 """How often each worker has been scraped before anything is asked; twice a second."""
 
 pytestmark = [
+    pytest.mark.sweep,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         shutil.which("prometheus") is None,

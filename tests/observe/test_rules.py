@@ -78,6 +78,7 @@ def run_scenarios(tmp_path: Path, *scenarios: Mapping[str, Any], rules: Path = R
     promtool("test", "rules", str(path))
 
 
+@pytest.mark.sweep
 @needs_promtool
 @pytest.mark.parametrize("alert", ALERTS)
 def test_alert(alert: str, tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_alert(alert: str, tmp_path: Path) -> None:
     run_scenarios(tmp_path, *cases, rules=rules_for(alert, tmp_path))
 
 
+@pytest.mark.sweep
 @needs_promtool
 def test_what_is_said_of_bytes_left_behind_names_the_handles(tmp_path: Path) -> None:
     labels = 'run="r",instance="node0/rank4",handle="critic",kind="module",memory="device"'
@@ -117,6 +119,7 @@ def said_of(case: Case, alert: str, moment: str, tmp_path: Path) -> dict[str, st
     }
 
 
+@pytest.mark.sweep
 @needs_promtool
 def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
     export(tmp_path)

@@ -27,6 +27,7 @@ PARTS = range(40 if SWEEP else 1)
 CHUNK = 4096
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", PARTS)
 def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated(part: int) -> None:
     rng = random.Random(part)

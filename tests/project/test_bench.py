@@ -165,13 +165,13 @@ def test_a_job_that_dies_keeps_its_rows_and_says_where(tmp_path: Path) -> None:
 
     rig, results = Rig("simulated", "tiny"), Results("one_gpu", "simulated", "tiny", tmp_path)
     # 32 tokens are less than a micro-batch
-    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (128, 32), 1), seconds=600)
+    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (128, 32), (1, 1)), seconds=600)
     fits = {row.scenario: row.value for row in results.rows if row.metric == "fits"}
     assert fits == {"tiny, 128 tokens, the whole GPU": 1, "tiny, 32 tokens, the whole GPU": 0}
     (error,) = results.errors
     assert error["scenario"] == "tiny, 32 tokens, the whole GPU"
     assert error["message"].startswith("ended in weight_sync, bench/_trainers.py:")
-    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (64,), 1), seconds=0)
+    one_gpu._run(rig, results, one_gpu.Job("tiny", "torch", None, (64,), (1,)), seconds=0)
     assert results.errors[-1]["message"] == "stopped after 0 s in its first lines"
 
 

@@ -26,9 +26,12 @@ BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + "
     "sys.argv[1])(sys.argv[2])"
 )
-pytestmark = pytest.mark.skipif(
-    not PACKAGE.is_dir(), reason="placement is installed, and its source is not here"
-)
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(
+        not PACKAGE.is_dir(), reason="placement is installed, and its source is not here"
+    ),
+]
 
 
 def files_of(folder: Path) -> set[str]:
@@ -168,10 +171,8 @@ print(len(export(Path("dashboards"))))
     [
         ("ours", "import placement"),
         # their `__init__` is empty, and cannot speak
-        pytest.param("openstack", "import placement.manager", marks=pytest.mark.sweep),
-        pytest.param(
-            "openstack", "import placement.integrations.verl.plugin", marks=pytest.mark.sweep
-        ),
+        ("openstack", "import placement.manager"),
+        ("openstack", "import placement.integrations.verl.plugin"),
     ],
 )
 def test_files_of_openstacks_package_in_the_same_folder_are_named(

@@ -49,11 +49,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     "name",
-    few(
-        PROGRAMS,
-        "uneven, tied, adapters",
-        "within tensor parallel",
-    ),
+    few(PROGRAMS, "uneven, tied, adapters"),
 )
 def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):

@@ -134,6 +134,14 @@ class KernelDevice(LateDevice):
         self._slabs.append(slab)
         return slab
 
+    def wipe_mapped(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        """On a GPU a stream of its own wipes, which waits for no other kernel."""
+        assert isinstance(addresses, SimulatedRange)
+        self._refuse("memory is wiped under", addresses.base + start, nbytes)
+        before = self.num_kernels
+        super().wipe_mapped(addresses, nbytes, start)
+        self._kernels = [each for each in self._kernels if each.number <= before]
+
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         assert isinstance(addresses, SimulatedRange)
         for offset, chunk in addresses.chunks.items():

@@ -65,6 +65,7 @@ _TOGETHER = {
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer")
 _IMPORTS = {
+    "ray": ("ray",),
     # one scope: a process takes what is imported for its first one alone
     "sharded": (
         *("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),

@@ -6,9 +6,7 @@ It has a single thread and no CUDA context, because neither lives through a fork
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 
 # read once; a store that dies is what is wanted here, and no stack trace
@@ -23,9 +21,6 @@ import torch.distributed.tensor.parallel
 from placement import Manager
 from placement.testing import SimulatedDevice
 
-# where it is not installed, its tests are skipped and say so
-with contextlib.suppress(ImportError):
-    importlib.import_module("ray")
 torch.set_num_threads(1)
 
 

@@ -342,7 +342,7 @@ class StreamedStep:
             self.holding.device.wait(bucket.saved)
             interrupts.check()
             for r, run in page_runs(bucket.leaving):
-                r.pages.vacate(run, chunk_pool)
+                r.pages.vacate(run, chunk_pool, wipes=True)  # the next bucket takes it
             if bucket.fresh is not None:
                 with without_modes():
                     self.holding.move_in((bucket.fresh,))

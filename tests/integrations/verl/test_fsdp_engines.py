@@ -38,12 +38,12 @@ from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.sweeps import few
 
 needs("verl")
 
 
-@pytest.mark.parametrize("strategy", few(["fsdp2", "fsdp"], "fsdp2"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @on_ranks("one_rank")
 def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy: str) -> None:
     own, placed = pair(model, strategy=strategy)
@@ -90,6 +90,7 @@ def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy
     placed.check()
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_manual_control(model: Path) -> None:
     """The states of actor and optimizer after each call of `to`, with batches in between that move
@@ -165,6 +166,7 @@ class _Refused(Exception):
     """The error that a test raises in the middle of a call."""
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     """And the next calls compute what verl's own worker computes."""

@@ -186,12 +186,13 @@ def file(tmp_path: Path) -> Path:
             marks=pytest.mark.sweep,
         ),
         # It serves an adapter, and keeps its base weights.
-        (
+        pytest.param(
             "sglang",
             {"lora_rank": 4},
             ["", "kv_cache"],
             BYTES["kv_cache"],
             ["wake_up kv_cache", "sleep kv_cache"],
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["vllm", "sglang", "adapter"],

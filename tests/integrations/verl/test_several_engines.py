@@ -32,6 +32,7 @@ from tests.support.sweeps import few
 needs("verl")
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
     """With one manager, in phases that are opened and closed in any order."""

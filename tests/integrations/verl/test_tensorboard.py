@@ -30,6 +30,7 @@ def logged(worker: Any, seed: int) -> dict[str, float]:
     return dict(reduce_metrics(rename_dict(metrics, "actor/")))
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_verl(model: Path, tmp_path: Path) -> None:
     own, placed = pair(model)
