@@ -457,9 +457,8 @@ class Manager:
                 present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible in time, the epoch is an old one, this thread has a
-                phase open, or `drop` names a handle that cannot be dropped. The message says what
-                is on the device.
+            PhaseError: it was not possible in time, the epoch is old, this thread has a phase open,
+                or `drop` names no such engine. The message says what is on the device.
             TypeError: `drop` is one string, or has something else than names and engines.
             ValueError: an argument is not a number, or too small or large.
         """
@@ -479,7 +478,7 @@ class Manager:
 
         Raises:
             PhaseError: the epoch is not that of the last suspension on this rank.
-            CoordinatorLost: the other ranks cannot be told. This one stays suspended, see `rejoin`.
+            CoordinatorLost: the other ranks cannot be told. All stay suspended. Ask again.
         """
         return self._stack.suspension.resume(epoch)
 
@@ -589,6 +588,7 @@ class Manager:
         from placement.observe.server import MetricsServer
 
         self._stack.lock.check_process()
+        token = control_token(control)  # before anything is begun
         asked = self._stack.suspension
         if identity is None:
             identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
@@ -601,7 +601,7 @@ class Manager:
             port=port,
             address=address,
             control={"/suspend": asked.suspend, "/resume": lambda it, _: asked.resume(it.epoch)},
-            token=control_token(control),
+            token=token,
         )
         self._servers.add(server)
         try:

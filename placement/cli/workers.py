@@ -190,7 +190,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
-    parser.add_argument("--incident", type=Path, metavar="DIR", help="print an incident's report")
+    parser.add_argument("--incident", type=Path, metavar="DIR", help="print an incident's folder")
     parser.set_defaults(run=run_status)
 
 
@@ -228,7 +228,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def incident_report(folder: Path) -> str:
-    """The report of an incident: who held what, and why. Raises PlacementError: it is none."""
+    """The report of an incident: who held what, and why. Raises PlacementError: there is none."""
     try:
         incident = json.loads((folder / "incident.json").read_text())
         snapshot = json.loads((folder / "snapshot.json").read_text())
@@ -291,7 +291,7 @@ def run_control(arguments: argparse.Namespace) -> int:
             view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
-        except (PlacementError, ValueError) as error:
+        except (PlacementError, OSError, ValueError) as error:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"

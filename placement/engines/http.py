@@ -3,6 +3,7 @@ the whole request."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import http.client
 import json
@@ -181,6 +182,7 @@ class ServedEngine(TaggedEngine):
         self._send, self._in_flight = send, in_flight
         self._started: Any = None
 
+    @abc.abstractmethod
     def _start(self, seconds: float | None = None) -> Any:
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""

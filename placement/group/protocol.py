@@ -414,16 +414,20 @@ class Group:
                 self._enter_next_epoch()
 
     def note_resumed(self, suspension: int) -> None:
-        """Tell all ranks that a suspension is over. Raises CoordinatorLost."""
+        """Tell all ranks that a suspension is over. Raises CoordinatorLost; it may be repeated."""
         key = f"{self._prefix}/resumed/{suspension}"
-        with self._reaching_the_board("resume"):
+        try:  # no change is in doubt, as it would be in `_reaching_the_board`
             self._board.claim(key, b"-")
+        except BoardLost as error:
+            raise CoordinatorLost(f"the other ranks cannot resume: {error}") from error
         self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
 
     def is_resumed(self, suspension: int) -> bool:
-        """Whether a rank has noted it. Does not wait. Raises CoordinatorLost."""
-        with self._reaching_the_board("look for a resumption"):
+        """Whether a rank has told that. Does not wait. Raises CoordinatorLost; may be repeated."""
+        try:
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
+        except BoardLost as error:
+            raise CoordinatorLost(f"suspended, and no rank can resume: {error}") from error
 
     def _compare_proposals(self, deadline: float) -> None:
         """Rank 0's part of `propose`."""

@@ -13,7 +13,8 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
     """See `Manager.metrics`. The last call is the last one for this journal."""
     resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
     journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
-    peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {journal.phase: resident_bytes}
+    peaks = journal.recent_peak_bytes
+    journal.recent_peak_bytes = {journal.phase: resident_bytes}
     counted = _counters(snapshot, journal)
     before, journal.logged = journal.logged, counted
 
@@ -39,7 +40,6 @@ def _counters(snapshot: Snapshot, journal: Journal) -> dict[str, float]:
         nbytes: int = journal.gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
         return nbytes / _GB
 
-    failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
     stalls = snapshot.phase_stall_seconds
     counted = {
         "stall_seconds": sum(stalls.values()),
@@ -49,11 +49,5 @@ def _counters(snapshot: Snapshot, journal: Journal) -> dict[str, float]:
     }
     for phase in snapshot.phase_peak_bytes | stalls:
         counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
-    of_features = {
-        "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
-        "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
-        "failures": failures + journal.gone["failures"],
-        "pairing_violations": snapshot.pairing_violations,
-        "wrong_writes": snapshot.wrong_writes,
-    }
-    return counted | {name: value for name, value in of_features.items() if value}
+    early = gigabytes("prefetch_used_bytes")
+    return counted | ({"prefetch_used_gb": early} if early else {})

@@ -348,7 +348,7 @@ class MetricsServer(ThreadingWSGIServer):
             if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
                 raise ValueError("the body needs a Content-Length")
             if len(length) > 9 or int(length) > _MOST_BYTES:
-                return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+                return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {_MOST_BYTES} bytes")
             body = environ["wsgi.input"].read(int(length))
             if len(body) < int(length):
                 raise ValueError("the body ends before its Content-Length")

@@ -114,7 +114,7 @@ def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handl
         handle, engine = handles[name], handles[name].object
         is_engine = isinstance(engine, TaggedEngine) and not handle.readonly
         if not is_engine or not (engine.can_discard or not engine.residency.keeps_weights):
-            raise PhaseError(f"drop: {name!r} cannot be dropped: only an engine with sleep level 2")
+            raise PhaseError(f"drop: {name!r} is no engine whose weights a sync brings again")
         engines.append(handle)
     return engines
 

@@ -49,11 +49,12 @@ class Incidents:
         if self._settings.incidents is None:
             return
         raised = error if raised is None else raised
-        notes = getattr(raised, "__notes__", None) or []
-        notes.sort(key=lambda note: str(note).startswith(_NOTE))  # the one that names it is last
-        if notes and str(notes[-1]).startswith(_NOTE):
-            return
         try:
+            for note in getattr(raised, "__notes__", ()):
+                if str(note).startswith(_NOTE):
+                    raised.__notes__.remove(note)
+                    raised.add_note(note)  # the last one again
+                    return
             snapshot = self._take_snapshot()
             before = self._broken
             self._broken = {handle.name for handle in snapshot.handles if handle.broken}

@@ -134,7 +134,7 @@ class GroupPlanMaker(PlanMaker):
             self._planner.whereabouts,
         )
         self._planner.least_bytes[request.name] = basis.budget_bytes
-        if basis.suspension is not None:  # as all ranks hear, which end this epoch without a phase
+        if basis.suspension is not None:  # all ranks hear of it, and end this epoch with no phase
             self.vote.agree(Plan({}))
             self.vote.agreed = basis.suspension
             raise Suspended

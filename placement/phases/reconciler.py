@@ -89,8 +89,8 @@ class Reconciler:
             self._participants.insert(0, Engines(self._mover))
 
     def take_back_restarted_engines(self, *, asks_all: bool = False) -> list[str]:
-        """Have restarted engines take part again, and return their names. `asks_all`: also if
-        nothing was sent to them."""
+        """Have restarted engines take part again, and return their names. `asks_all`: also those
+        that nothing was sent to since."""
         names = []
         for handle in self._handles.values():
             engine = handle.object

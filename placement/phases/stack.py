@@ -220,7 +220,8 @@ class PhaseStack:
             with self.lock.attempt(raises_own_error=True, error=error):
                 self._leave(phase, error)
         finally:
-            self.suspension.carry_out()
+            if not self.phases.all:
+                self.suspension.carry_out()
 
     def _leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         """Leave a phase, and bring every handle where the phases that stay open want it, as far as

@@ -53,7 +53,7 @@ class Suspension:
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
-                    raise self._refused(f"this thread has phase {phase.name!r} open: use another")
+                    raise self._refused(f"phase {phase.name!r} is open here: ask in another thread")
             try:
                 self.asked[answer] = request
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -82,18 +82,20 @@ class Suspension:
     def _verdict(self, request: SuspensionRequest) -> str | None:
         """The answer to a request: see `_mismatch`. None: a new suspension may begin."""
         last = self._phases.suspension
-        is_on = time.monotonic() < last.until_seconds
-        if not is_on and (request.epoch or math.inf) > last.epoch:
+        is_over = last.until_seconds <= time.monotonic()
+        if is_over and (request.epoch or math.inf) > last.epoch:
             return None
-        return self._mismatch(request, is_on)
+        return self._mismatch(request, is_over)
 
-    def _mismatch(self, request: SuspensionRequest, is_on: bool) -> str:
-        """Why the last suspension, on or over, is not what is asked for; empty if it is."""
+    def _mismatch(self, request: SuspensionRequest, was_over: bool = False) -> str:
+        """Why the last suspension is not what is asked for; empty if it is, and was not over."""
         last = self._phases.suspension
-        if is_on and request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}:
+        is_same = request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}
+        if is_same and not was_over:
             return ""
         asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
-        dropped, state = listed(last.drop) or "nothing", "on" if is_on else "over"
+        state = "on" if self._phases.is_suspended else "over"
+        dropped = listed(last.drop) or "nothing"
         return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {state}"
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
@@ -155,29 +157,28 @@ class Suspension:
         """Carry out a suspension, and answer the threads that ask. An error only refuses it."""
         if request is None:
             return
+        reason = "it was interrupted"
         try:
             self._offload_all("suspend", ())
             if request.drop:
                 # Not before every rank has left: an engine comes back, and may be on their devices.
                 self._offload_all(f"drop {', '.join(request.drop)}", request.drop)
-        except BaseException as error:
+            until = time.monotonic() + (request.resume_after_seconds or math.inf)
+            self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
+            logger.info("suspended (epoch %d): the next phase waits", request.epoch)
+            reason = ""
+        except Exception as error:
             reason = str(error) or type(error).__name__
             logger.error("suspend: %s", reason)
+        finally:
             self._answer(reason)
-            if not isinstance(error, Exception):
-                raise
-            return
-        until = time.monotonic() + (request.resume_after_seconds or math.inf)
-        self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
-        logger.info("suspended (epoch %d): the next phase waits", request.epoch)
-        self._answer()
 
     def _answer(self, reason: str = "") -> None:
         """Answer the requests that were taken up. `reason`: why they are refused; empty: the last
         suspension was carried out for them, though it may be over again."""
         while self._taken:
             answer, request = self._taken.popitem()
-            answer.set_result(reason or self._mismatch(request, is_on=True))
+            answer.set_result(reason or self._mismatch(request))
 
     def wait(self) -> None:
         """Wait for the end of a suspension, or Ctrl-C. CoordinatorLost: no rank can be heard."""

@@ -125,9 +125,9 @@ def test_an_engine_with_other_bytes_on_the_host_goes_on_discarding_its_weights(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("actor", "drop: 'actor' cannot be dropped: only an engine"),
-        ("adam", "drop: 'adam' cannot be dropped"),
-        ("rollout", "drop: 'rollout' cannot be dropped"),
+        ("actor", "drop: 'actor' is no engine whose weights a sync brings again"),
+        ("adam", "drop: 'adam' is no engine"),
+        ("rollout", "drop: 'rollout' is no engine whose weights a sync brings"),
         ("rolout", "drop: no handle 'rolout', did you mean 'rollout'"),
     ],
 )

@@ -309,9 +309,23 @@ def test_a_phase_does_not_wait_for_ranks_that_cannot_be_heard(four: list[Rank]) 
     for rank in four:
         rank.group._board.look = lost  # type: ignore[method-assign]
         rank.group._board.claim = lost  # type: ignore[method-assign]
-    with pytest.raises(CoordinatorLost, match=r"cannot reach the group \(resume"):
+    with pytest.raises(CoordinatorLost, match="the other ranks cannot resume"):
         four[0].manager.resume()
     assert [told.partition(":")[0] for told in work.result(30)] == ["CoordinatorLost"] * WORLD
+
+
+def test_a_resume_that_the_store_has_missed_is_made_again(four: list[Rank]) -> None:
+    future = asked(four[0])
+    work = begun(on_all, four, Rank.step)
+    assert future.result(30).suspended
+    until(lambda: all(rank.manager.snapshot().suspended_seconds > 0 for rank in four))
+    board = four[0].group._board
+    board.claim = lost  # type: ignore[method-assign]
+    with pytest.raises(CoordinatorLost):
+        four[0].manager.resume()
+    del board.claim
+    four[0].manager.resume()
+    assert work.result(60) == ["done"] * WORLD
 
 
 def lost(*_: Any) -> Any:

@@ -83,7 +83,7 @@ def test_suspend_and_resume(worker: Worker) -> None:
 def test_what_cannot_be_dropped_is_refused(worker: Worker) -> None:
     code, answer = worker.post("/suspend", {"drop": ["actor"]})
     assert code == 409
-    assert "'actor' cannot be dropped" in answer
+    assert "'actor' is no engine" in answer
     code, answer = worker.post("/suspend", {"drop": ["nobody", "actor"]})
     assert code == 409
     assert "no handle 'nobody'" in answer
@@ -330,6 +330,41 @@ def test_the_command_sends_no_token_to_another_server(
     assert "is no placement worker" in capsys.readouterr().out
     assert seen
     assert TOKEN not in "".join(seen)
+
+
+@pytest.mark.parametrize(
+    ("body", "length"), [(b"one\nanother: all is well", 1000), (b"x" * (1 << 20), None)]
+)
+def test_the_command_has_one_line_for_a_refusal_that_is_cut_or_long(
+    body: bytes,
+    length: int | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
+
+    class Dying(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'[{"name": "dying", "labels": {}}]')
+
+        def do_POST(self) -> None:
+            self.send_response(409)
+            if length is not None:
+                self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dying) as server:
+        begun = ThreadPoolExecutor(1).submit(server.serve_forever)
+        assert main(["suspend", f"http://127.0.0.1:{server.server_port}"]) == 1
+        server.shutdown()
+        begun.result(30)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert f"409 Conflict: {body[:3].decode()}" in out
+    assert len(out) < 11_000
 
 
 def test_the_command_fails_where_there_is_no_worker(
