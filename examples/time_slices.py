@@ -30,7 +30,7 @@ from examples._tiny import TinyModel
 
 TOKEN = "from-a-secret-of-the-cluster"  # noqa: S105
 STEPS = 4
-SLICE_SECONDS = 0.05  # then it ends with the step
+SLICE_SECONDS = 0.1  # then it ends with the step
 CHUNK_BYTES = 4096
 CAPACITY_BYTES = 64 * CHUNK_BYTES  # a job takes 47
 

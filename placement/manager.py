@@ -442,12 +442,11 @@ class Manager:
         resume_after_seconds: float | None = None,
         epoch: int | None = None,
     ) -> SuspensionStatus:
-        """Take every handle off the device, because another process needs it. The next phase waits
-        until `resume`.
+        """Take every handle off the device at the end of the open phases, or at once outside of
+        them. The next phase waits until `resume`.
 
-        Takes effect at the end of the open phases: call it in another thread. Outside of them, at
-        once. Any rank of a group may be asked; all suspend when they next begin or leave an
-        outermost phase, or none.
+        Call it in another thread than that of the phases. Any rank of a group may be asked: all
+        suspend as they next begin or leave an outermost phase, or none.
 
         Args:
             deadline: seconds to wait for the end of the open phases.
@@ -458,9 +457,8 @@ class Manager:
                 present one again changes nothing.
 
         Raises:
-            PhaseError: it was not possible in time, the epoch is an old one, this thread has a
-                phase open, or `drop` names a handle that cannot be dropped. The message says what
-                is on the device.
+            PhaseError: it was not possible in time, the epoch is old, this thread has a phase open,
+                or `drop` names no such engine. The message says what is on the device.
             TypeError: `drop` is one string, or has something else than names and engines.
             ValueError: an argument is not a number, or too small or large.
         """
@@ -479,9 +477,8 @@ class Manager:
             epoch: the suspension that is to end; None: the present one.
 
         Raises:
-            PhaseError: the epoch is not that of the last suspension. A rank may suspend some
-                milliseconds after the rank that was asked has answered.
-            CoordinatorLost: the other ranks cannot be told. This one stays suspended.
+            PhaseError: the epoch is not that of the last suspension on this rank.
+            CoordinatorLost: the other ranks cannot be told. All stay suspended. Ask again.
         """
         return self._stack.suspension.resume(epoch)
 
@@ -523,8 +520,7 @@ class Manager:
         bytes), seconds, and counts. Takes no lock.
 
         The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
-        a table of them. A peak is measured at the beginning and the end of a phase, and in each
-        step that streams its state.
+        a table of them.
 
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.
@@ -589,12 +585,11 @@ class Manager:
                 token is empty or not visible ASCII, or the manager is closed.
         """
         from placement.observe.discovery import Identity
-        from placement.observe.server import Control, MetricsServer
+        from placement.observe.server import MetricsServer
 
         self._stack.lock.check_process()
-        token = control_token(control)
+        token = control_token(control)  # before anything is begun
         asked = self._stack.suspension
-        controls = None if token is None else Control(token, asked.suspend, asked.resume)
         if identity is None:
             identity = Identity.from_launcher(gpu_uuid=self.device.uuid)
         self._stack.reconciler.outside.watch(self.device.uuid)
@@ -605,7 +600,8 @@ class Manager:
             journal=self.journal,
             port=port,
             address=address,
-            control=controls,
+            control={"/suspend": asked.suspend, "/resume": lambda it, _: asked.resume(it.epoch)},
+            token=token,
         )
         self._servers.add(server)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from placement.core.errors import PlacementError
 from placement.core.settings import Settings, control_token
-from placement.core.snapshot import SuspensionStatus, readable
+from placement.core.snapshot import SuspensionRequest, SuspensionStatus, readable
 from placement.observe.dashboards import DISCOVERY, export
 from placement.observe.discovery import Target, ask, find_targets, view_of, views_of
 from placement.observe.trace import Event, encoded, replacing
@@ -190,8 +190,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the complete views of the workers as JSON"
     )
-    text = "print who held what in an incident: a folder that an error names"
-    parser.add_argument("--incident", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--incident", type=Path, metavar="DIR", help="print an incident's folder")
     parser.set_defaults(run=run_status)
 
 
@@ -229,8 +228,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def incident_report(folder: Path) -> str:
-    """The report of an incident: who held what, largest first, and the cause. Raises
-    PlacementError: this is no folder of an incident."""
+    """The report of an incident: who held what, and why. Raises PlacementError: there is none."""
     try:
         incident = json.loads((folder / "incident.json").read_text())
         snapshot = json.loads((folder / "snapshot.json").read_text())
@@ -269,30 +267,23 @@ def add_suspend(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     text = "how long a worker may go on with its phase (default: %(default)s)"
     parser.add_argument("--deadline", type=_seconds, metavar="SECONDS", help=text)
-    text = "an engine that is to keep no weights on the host; may be given again"
-    parser.add_argument("--drop", action="append", metavar="NAME", help=text)
-    text = "after how long it is resumed at the latest"
-    parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help=text)
+    parser.add_argument("--resume-after", type=_seconds, metavar="SECONDS", help="how long at most")
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
-    parser.set_defaults(run=run_control, deadline=60.0, drop=[], resume_after=None)
+    parser.set_defaults(run=run_control, deadline=60.0, resume_after=None)
 
 
 def run_control(arguments: argparse.Namespace) -> int:
-    """Ask all workers at once, and print a line for each. Returns 1 when one refuses, or is not as
-    it was asked to be."""
+    """Ask all workers at once, and print a line for each. Returns 1 when one is not as asked."""
     token = control_token()
     if token is None:
         raise PlacementError("set PLACEMENT_CONTROL_TOKEN to the workers' token")
-    request = {
-        "deadline_seconds": arguments.deadline,
-        "resume_after_seconds": arguments.resume_after,
-        "drop": arguments.drop,
-    }
-    post = json.dumps(request).encode()
-    seconds = arguments.deadline + _SPARE_SECONDS
+    deadline, resume_after = arguments.deadline, arguments.resume_after
+    request = SuspensionRequest(deadline_seconds=deadline, resume_after_seconds=resume_after)
+    post = request.model_dump_json().encode()
+    seconds = deadline + _SPARE_SECONDS
 
     def answer_of(worker: Target) -> tuple[bool, str]:
         url = f"{worker.url}/{arguments.command}"
@@ -300,17 +291,16 @@ def run_control(arguments: argparse.Namespace) -> int:
             view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
-        except (PlacementError, ValueError) as error:
+        except (PlacementError, OSError, ValueError) as error:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"
         is_as_asked = status.suspended is (arguments.command == "suspend")
         return is_as_asked, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
-    places = _places(arguments)
-    workers = find_targets(places)
+    workers = find_targets(_places(arguments))
     if not workers:
-        raise PlacementError(f"no worker has announced itself in {', '.join(places)}")
+        raise PlacementError(f"no worker has announced itself in {', '.join(_places(arguments))}")
     with ThreadPoolExecutor(len(workers)) as pool:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))

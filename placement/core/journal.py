@@ -186,7 +186,6 @@ class Journal:
         """Keep the counts of a handle that is unregistered."""
         for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetch_used_bytes"):
             self.gone[name] += getattr(counters, name)
-        self.gone["failures"] += counters.failures.total()
 
     def failed(
         self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException

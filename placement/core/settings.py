@@ -161,8 +161,7 @@ class Settings(BaseModel):
     trainer_log: bool = True
     """Whether the integrations add `Manager.metrics` to the log of their trainer."""
     incidents: Annotated[str, BeforeValidator(_folder)] | None = None
-    """A folder for a folder of each incident: an error about memory or bytes, a broken handle.
-    None: nothing is written."""
+    """Where incidents (of memory, bytes, or a broken handle) get a folder each; None: nowhere."""
     incidents_kept: int = Field(default=8, ge=1)
     """The number of folders of a manager's incidents that are kept; the oldest goes."""
     turns: str | None = None

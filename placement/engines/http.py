@@ -7,7 +7,6 @@ import abc
 import contextlib
 import http.client
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,8 +27,7 @@ them off."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], object]
 """Sends a bucket to an engine. Its result is that of `TaggedEngine.receive`."""
 _MAX_BYTES = 16 << 20
-# the time for an engine that was lost to answer: phases go on without it
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0  # for an engine that was lost: phases go on without it
 _SHOWN = 500  # the number of characters of an answer that a message quotes
 
 
@@ -81,8 +79,7 @@ class Server:
         self._port = parts.port
         self._prefix = parts.path.rstrip("/")
         self._deadline_seconds = deadline_seconds
-        # whether a connection was refused since a manager took the server over
-        self.has_ended = False
+        self.has_ended = False  # whether it refused a connection since a manager took it over
         self._headers = {"Accept": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -94,7 +91,7 @@ class Server:
         *,
         query: Mapping[str, str | Iterable[str]] | None = None,
         body: Any = None,
-        seconds: float = math.inf,
+        seconds: float | None = None,
     ) -> Answer:
         """Send one request, with `body` as JSON unless it is None, and read the whole answer, of
         any status. `seconds`: a limit that is shorter than the deadline.
@@ -106,7 +103,7 @@ class Server:
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
-        limit = min(seconds, self._deadline_seconds)
+        limit = self._deadline_seconds if seconds is None else min(seconds, self._deadline_seconds)
         deadline = time.monotonic() + limit
         connection = self._connect(request, limit)
         sock = connection.sock
@@ -147,9 +144,8 @@ class Server:
                 f"{request}: nobody answers there ({error}). Is it running, and is this its "
                 "address?"
             )
-            is_refused = isinstance(error, ConnectionRefusedError)
-            self.has_ended |= is_refused
-            if is_refused and not request.startswith("GET "):
+            self.has_ended |= isinstance(error, ConnectionRefusedError)
+            if isinstance(error, ConnectionRefusedError) and not request.startswith("GET "):
                 raise EngineLost(problem) from error
             raise EngineError(problem) from error
         return connection
@@ -187,11 +183,11 @@ class ServedEngine(TaggedEngine):
         self._started: Any = None
 
     @abc.abstractmethod
-    def _start(self, seconds: float = math.inf) -> Any:
+    def _start(self, seconds: float | None = None) -> Any:
         """When the server was started, as it says itself; None where it does not say. Raises
         EngineError: no answer within these seconds."""
 
-    def _take_over(self, seconds: float = math.inf) -> None:
+    def _take_over(self, seconds: float | None = None) -> None:
         """The server that answers now is the one that is registered."""
         self._started = self._start(seconds)
         self._server.has_ended = False
@@ -206,11 +202,8 @@ class ServedEngine(TaggedEngine):
 
     def reattach(self) -> None:
         """Take an engine back that was lost and restarted, in the state in which it is found. The
-        next phase does so by itself. The weights count as lost until the next sync.
-
-        Raises:
-            EngineError: it does not answer, or it was not restarted. Nothing has changed.
-        """
+        next phase does so by itself. The weights count as lost until the next sync. Raises
+        EngineError, with nothing changed: it does not answer, or was not restarted."""
         started = self._start(_ANSWER_SECONDS)
         is_another = None not in (started, self._started) and started != self._started
         if not is_another and not self._server.has_ended:

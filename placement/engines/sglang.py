@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -143,10 +142,10 @@ class SglangServer(ServedEngine, _Sglang):
             raise EngineError(f"{answer}; expected 200 (flushed) or 400 (busy)")
         return None if answer.is_ok else str(answer)
 
-    def _start(self, seconds: float = math.inf) -> Any:
+    def _start(self, seconds: float | None = None) -> Any:
         return self._info(seconds).get("startup_time")
 
-    def _info(self, seconds: float = math.inf) -> dict[str, Any]:
+    def _info(self, seconds: float | None = None) -> dict[str, Any]:
         for path in ("/server_info", "/get_server_info"):  # 0.5.9 has only the second
             answer = self._server.ask("GET", path, seconds=seconds)
             if answer.status != 404:

@@ -397,8 +397,7 @@ class TaggedEngine(Engine):
     it was free before."""
 
     can_discard = False
-    """Whether an offload discards the weights while `residency.keeps_weights` is false, whatever
-    `weights=` was. Only such an engine can be dropped, see `Manager.suspend`."""
+    """Whether an offload discards the weights whenever `residency.keeps_weights` is false."""
 
     def __init__(
         self,

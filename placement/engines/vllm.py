@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import inspect
-import math
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -218,7 +217,7 @@ class VllmServer(ServedEngine, _Vllm):
                 "is reset"
             )
 
-    def _start(self, seconds: float = math.inf) -> Any:
+    def _start(self, seconds: float | None = None) -> Any:
         """Reported by its metrics. Several API servers in one do not report it."""
         answer = self._server.ask("GET", "/metrics", seconds=seconds)
         match = _STARTED.search(answer.body.decode(errors="replace"))

@@ -154,8 +154,7 @@ class Basis(Message):
     # whether one rank says that plans may differ, or the handles differ in size or place
     compares_plans: bool = False
     is_over: bool = False  # whether the epoch has ended before: then see its decision
-    suspension: SuspensionRequest | None = None
-    """The suspension that a rank is asked for, and all carry out next; of several the newest."""
+    suspension: SuspensionRequest | None = None  # a rank's, of several the newest: all carry it out
 
 
 class Vote(Message):
@@ -269,8 +268,7 @@ class Group:
         # whether the ranks compare the handles that stay on their devices before they move, in the
         # present change
         self.compares_plans = False
-        # the suspension that this rank is asked for, of which the next proposal tells the others
-        self.suspension: SuspensionRequest | None = None
+        self.suspension: SuspensionRequest | None = None  # asked for here: the next proposal tells
         # the keys on the board that this rank has to delete, each with its epoch
         self._keys: list[tuple[int, str]] = []
         with self._reaching_the_board("join"):
@@ -416,8 +414,7 @@ class Group:
                 self._enter_next_epoch()
 
     def note_resumed(self, suspension: int) -> None:
-        """Tell all ranks that a suspension is over. Raises CoordinatorLost: the board does not
-        answer. It may be called again."""
+        """Tell all ranks that a suspension is over. Raises CoordinatorLost; it may be repeated."""
         key = f"{self._prefix}/resumed/{suspension}"
         try:  # no change is in doubt, as it would be in `_reaching_the_board`
             self._board.claim(key, b"-")
@@ -426,8 +423,7 @@ class Group:
         self._keys.append((self.epoch, key))  # read until all ranks have come to another epoch
 
     def is_resumed(self, suspension: int) -> bool:
-        """Whether a rank has noted that a suspension is over. Does not wait. Raises
-        CoordinatorLost: the board does not answer. It may be called again."""
+        """Whether a rank has told that. Does not wait. Raises CoordinatorLost; may be repeated."""
         try:
             return self._board.look([f"{self._prefix}/resumed/{suspension}"]) is not None
         except BoardLost as error:

@@ -61,9 +61,7 @@ class GroupVote:
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
         self._epoch: _Epoch | None = None
-        self.agreed: SuspensionRequest | None = None
-        """The suspension that all ranks carry out next. Each has heard of it, and ended that
-        epoch."""
+        self.agreed: SuspensionRequest | None = None  # heard by all ranks, which carry it out next
 
     @classmethod
     def rejoin(cls, group: Group) -> GroupVote:
@@ -136,13 +134,6 @@ class GroupVote:
         undone. See `Group.agree`."""
         with self._hearing():
             return self.group.agree(plan, stage, lacks_engines)
-
-    def suspend_first(self, suspension: SuspensionRequest) -> None:
-        """End this epoch without entering a phase, as all ranks do that heard of a suspension.
-        Raises Suspended."""
-        self.agree(_ALL_HAVE_LEFT)
-        self.agreed = suspension
-        raise Suspended
 
     def failed(self, error: BaseException) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless

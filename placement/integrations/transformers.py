@@ -262,12 +262,7 @@ class PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follow
             trainer = PlacedTrainer(model, args, callbacks=[PlacementCallback()])
     """
 
-    def log(
-        self,
-        logs: dict[str, float],
-        *args: Any,
-        **keywords: Any,
-    ) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         """Log with placement's figures. The last line of a training has the totals, and one of an
         evaluation has none."""
         manager, is_last = self._manager_to_log(), "train_runtime" in logs

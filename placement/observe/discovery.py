@@ -180,7 +180,6 @@ def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
 # --- workers that are asked how they are
 
 ASK_SECONDS = 2.0  # how many seconds a worker may take to answer
-_MOST_ERROR_BYTES = 10_000
 
 # a worker is never behind a proxy
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -200,7 +199,7 @@ def ask(
     except urllib.error.HTTPError as error:
         text = "is this the address of a placement worker?"
         if post is not None:
-            text = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
+            text = " ".join(error.read(10_000).decode(errors="replace").split())
         raise PlacementError(f"{url} answers {error.code} {error.reason}: {text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has

@@ -1,12 +1,7 @@
-"""Figures for a trainer's own log: the bytes and seconds of a manager since the last call.
-
-Names that end in `_gb` are gigabytes (10**9 bytes), those with `seconds` are seconds. A phase has
-its keys once it has run or failed to begin.
-"""
+"""Figures for a trainer's own log, in gigabytes (`_gb`) and seconds. A phase has its keys once it
+has run or failed to begin."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
@@ -15,13 +10,12 @@ _GB = 10**9
 
 
 def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[str, float]:
-    """The figures since the last call for this journal. `totals`: also those since the manager was
-    made. See `Manager.metrics`."""
+    """See `Manager.metrics`. The last call is the last one for this journal."""
     resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
     journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
     peaks = journal.recent_peak_bytes
     journal.recent_peak_bytes = {journal.phase: resident_bytes}
-    counted = _counters(snapshot, journal.gone)
+    counted = _counters(snapshot, journal)
     before, journal.logged = journal.logged, counted
 
     figures = {"host_gb": sum(handle.host_bytes for handle in snapshot.handles) / _GB}
@@ -30,25 +24,22 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
         figures["disk_gb"] = disk_bytes / _GB
     for phase in snapshot.phase_peak_bytes | snapshot.phase_stall_seconds:
         figures[f"peak_device_gb/{phase}"] = peaks.get(phase, 0) / _GB
+        if totals:
+            figures[f"total/peak_device_gb/{phase}"] = snapshot.phase_peak_bytes.get(phase, 0) / _GB
     for name, value in counted.items():
         figures[name] = value - before.get(name, 0)
         if totals:
             figures[f"total/{name}"] = value
-    if totals:
-        for phase, nbytes in snapshot.phase_peak_bytes.items():
-            figures[f"total/peak_device_gb/{phase}"] = nbytes / _GB
     return {f"placement/{name}": value for name, value in figures.items()}
 
 
-def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
-    """The figures that only grow. A feature's figures are there from its first use on. `gone`: see
-    `Journal`."""
+def _counters(snapshot: Snapshot, journal: Journal) -> dict[str, float]:
+    """The figures that only grow; a feature's from its first use on."""
 
     def gigabytes(name: str) -> float:
-        nbytes: int = gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
+        nbytes: int = journal.gone[name] + sum(getattr(handle, name) for handle in snapshot.handles)
         return nbytes / _GB
 
-    failures = sum(sum(handle.failures.values()) for handle in snapshot.handles)
     stalls = snapshot.phase_stall_seconds
     counted = {
         "stall_seconds": sum(stalls.values()),
@@ -58,11 +49,5 @@ def _counters(snapshot: Snapshot, gone: Counter[str]) -> dict[str, float]:
     }
     for phase in snapshot.phase_peak_bytes | stalls:
         counted[f"stall_seconds/{phase}"] = stalls.get(phase, 0.0)
-    of_features = {
-        "prefetch_used_gb": gigabytes("prefetch_used_bytes"),
-        "prefetch_discarded_gb": snapshot.prefetch_discarded_bytes / _GB,
-        "failures": failures + gone["failures"],
-        "pairing_violations": snapshot.pairing_violations,
-        "wrong_writes": snapshot.wrong_writes,
-    }
-    return counted | {name: value for name, value in of_features.items() if value}
+    early = gigabytes("prefetch_used_bytes")
+    return counted | ({"prefetch_used_gb": early} if early else {})

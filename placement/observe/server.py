@@ -4,7 +4,7 @@ HTTP.
 They are served by prometheus_client's WSGI server with a thread for each connection. It runs inside
 a training process, so clients are limited: MAX_CONNECTIONS connections, beyond which the oldest is
 dropped; `timeout_seconds` for each wait for a client, and twice that for a whole connection. Only
-GET and HEAD are served, and with a `Control` the POST of its paths.
+GET and HEAD are served, and POST of the paths of control.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import parse_qs
@@ -51,8 +50,6 @@ _POLL_SECONDS = 0.1
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 
-_CLIENT = "placement.client"  # the client's socket, in the environment of a request
-
 _logger = logging.getLogger("placement.observe")
 
 
@@ -66,8 +63,9 @@ class Response:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-def refusal(status: HTTPStatus, **headers: str) -> Response:
-    return Response(status, f"{status.phrase}\n".encode(), headers=tuple(headers.items()))
+def refusal(status: HTTPStatus, reason: str = "", **headers: str) -> Response:
+    body = f"{reason or status.phrase}\n".encode(errors="backslashreplace")
+    return Response(status, body, headers=tuple(headers.items()))
 
 
 Page = Callable[["WSGIEnvironment"], Response]
@@ -114,23 +112,8 @@ def _file(name: str, kind: str) -> Page:
     return page
 
 
-PATHS = ("/suspend", "/resume")
+Control = Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus]
 _MOST_BYTES = 64 << 10  # the longest body that is read
-
-
-@dataclass(frozen=True, repr=False)
-class Control:
-    """Suspends and resumes one manager for clients that have the token: `POST /suspend` and
-    `POST /resume`. `suspend`, `resume`: see `Suspension`."""
-
-    token: str
-    suspend: Callable[[SuspensionRequest, Callable[[], bool]], SuspensionStatus]
-    resume: Callable[[int | None], SuspensionStatus]
-
-
-def _refused(status: HTTPStatus, reason: str) -> Response:
-    body = json.dumps({"error": reason}).encode()
-    return Response(status, body, JSON, (("WWW-Authenticate", "Bearer"),))
 
 
 class MetricsServer(ThreadingWSGIServer):
@@ -151,7 +134,7 @@ class MetricsServer(ThreadingWSGIServer):
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from
             other machines, without authentication.
-        control: answers POST for its paths; None: they are a 404.
+        control: what a POST of a path calls. `token`: who has it may ask; None: no one, a 404.
         timeout_seconds: the limit of each wait for a client; a whole connection may last twice as
             long.
 
@@ -173,7 +156,8 @@ class MetricsServer(ThreadingWSGIServer):
         port: int = 0,
         address: str = "127.0.0.1",
         timeout_seconds: float = TIMEOUT_SECONDS,
-        control: Control | None = None,
+        control: Mapping[str, Control] | None = None,
+        token: str | None = None,
     ) -> None:
         if not address:
             raise ValueError(
@@ -203,8 +187,9 @@ class MetricsServer(ThreadingWSGIServer):
             "/trace": self._trace,
             "/workers": self._workers,
         }
-        if control is not None:
-            self._pages |= dict.fromkeys(PATHS, partial(self._do, control))
+        self._control, self._token = control or {}, token or ""
+        if token:
+            self._pages |= dict.fromkeys(self._control, self._do)
         self._is_closed = False
         # the time at which each open connection began, oldest first
         self._clients: dict[socket.socket, float] = {}
@@ -271,7 +256,7 @@ class MetricsServer(ThreadingWSGIServer):
         self, environ: WSGIEnvironment, start_response: StartResponse
     ) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
-        methods = ("POST",) if environ["PATH_INFO"] in PATHS else ("GET", "HEAD")
+        methods = ("POST",) if environ["PATH_INFO"] in self._control else ("GET", "HEAD")
         if method in methods:
             response = self._answer({**environ, "REQUEST_METHOD": "GET"})
         else:
@@ -352,40 +337,28 @@ class MetricsServer(ThreadingWSGIServer):
         view = worker_view(self._read(), self._journal, name=name, labels=labels)
         return Response(HTTPStatus.OK, json.dumps([view]).encode(), JSON)
 
-    def _do(self, control: Control, environ: WSGIEnvironment) -> Response:
+    def _do(self, environ: WSGIEnvironment) -> Response:
         """Carry out a client's request."""
         scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        is_right = hmac.compare_digest(token.encode("latin-1"), control.token.encode())
+        is_right = hmac.compare_digest(token.encode("latin-1"), self._token.encode())
         if scheme.lower() != "bearer" or not is_right:
-            return _refused(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer TOKEN")
+            return refusal(HTTPStatus.UNAUTHORIZED, **{"WWW-Authenticate": "Bearer"})
         try:
             length = environ.get("CONTENT_LENGTH") or "0"
             if not length.isdecimal() or "HTTP_TRANSFER_ENCODING" in environ:
                 raise ValueError("the body needs a Content-Length")
             if len(length) > 9 or int(length) > _MOST_BYTES:
-                reason = f"the body has more than {_MOST_BYTES} bytes"
-                return _refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+                return refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {_MOST_BYTES} bytes")
             body = environ["wsgi.input"].read(int(length))
             if len(body) < int(length):
                 raise ValueError("the body ends before its Content-Length")
             request = SuspensionRequest.model_validate_json(body or b"{}")
-            if environ["PATH_INFO"] == "/suspend":
-                status = control.suspend(request, partial(self._has_gone, environ[_CLIENT]))
-            else:
-                status = control.resume(request.epoch)
+            status = self._control[environ["PATH_INFO"]](request, environ["placement.has_gone"])
         except ValueError as error:
-            return _refused(HTTPStatus.BAD_REQUEST, str(error))
+            return refusal(HTTPStatus.BAD_REQUEST, str(error))
         except PlacementError as error:
-            return _refused(HTTPStatus.CONFLICT, str(error))
+            return refusal(HTTPStatus.CONFLICT, str(error))
         return Response(HTTPStatus.OK, status.model_dump_json().encode(), JSON)
-
-    def _has_gone(self, client: socket.socket) -> bool:
-        """Whether a client that waits for its answer has closed its connection, or was dropped.
-        Another one may go on waiting."""
-        self._clients[client] = time.monotonic()
-        poll = select.poll()
-        poll.register(client, select.POLLRDHUP)
-        return bool(poll.poll(0))
 
     # --- the standard library's server calls these
 
@@ -430,7 +403,14 @@ class _Handler(WSGIRequestHandler):
         self.connection.settimeout(self.server.timeout_seconds)
 
     def get_environ(self) -> WSGIEnvironment:
-        return {**super().get_environ(), _CLIENT: self.connection}
+        return {**super().get_environ(), "placement.has_gone": self._has_gone}
+
+    def _has_gone(self) -> bool:
+        """Whether the client has closed its connection, or was dropped."""
+        self.server._clients[self.connection] = time.monotonic()  # one that is there may wait on
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def log_message(self, *arguments: Any) -> None:
         _logger.debug(*arguments)

@@ -106,8 +106,7 @@ class Engines(Participant):
 
 
 def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handle]:
-    """The engines of these names, which can give up their weights on the host. Raises PhaseError:
-    one of them cannot."""
+    """The engines of these names. Raises PhaseError: one cannot give up its weights on the host."""
     engines = []
     for name in names:
         if name not in handles:
@@ -115,10 +114,7 @@ def droppable(handles: Mapping[str, Handle], names: Iterable[str]) -> list[Handl
         handle, engine = handles[name], handles[name].object
         is_engine = isinstance(engine, TaggedEngine) and not handle.readonly
         if not is_engine or not (engine.can_discard or not engine.residency.keeps_weights):
-            raise PhaseError(
-                f"drop: {name!r} cannot be dropped: only an engine can whose weights a sync brings "
-                "again, and which sleeps without them (vLLM at level 2)"
-            )
+            raise PhaseError(f"drop: {name!r} is no engine whose weights a sync brings again")
         engines.append(handle)
     return engines
 

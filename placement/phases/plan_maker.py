@@ -9,7 +9,7 @@ from typing import NamedTuple
 from placement.core.errors import BrokenHandleError, EngineError, PhaseError, PlacementError
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
-from placement.group.vote import GroupVote
+from placement.group.vote import GroupVote, Suspended
 from placement.phases.phase import OpenPhase, innermost
 from placement.planning.planner import (
     Planner,
@@ -134,8 +134,10 @@ class GroupPlanMaker(PlanMaker):
             self._planner.whereabouts,
         )
         self._planner.least_bytes[request.name] = basis.budget_bytes
-        if basis.suspension is not None:
-            self.vote.suspend_first(basis.suspension)
+        if basis.suspension is not None:  # all ranks hear of it, and end this epoch with no phase
+            self.vote.agree(Plan({}))
+            self.vote.agreed = basis.suspension
+            raise Suspended
         return super().make(verb, request)
 
     def agreed(self, request: PhaseRequest, plan: Plan) -> Plan:

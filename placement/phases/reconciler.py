@@ -89,8 +89,8 @@ class Reconciler:
             self._participants.insert(0, Engines(self._mover))
 
     def take_back_restarted_engines(self, *, asks_all: bool = False) -> list[str]:
-        """Have engines take part again that were restarted. Their states follow. Returns their
-        names. `asks_all`: also engines that nothing was sent to since, so that none is lost."""
+        """Have restarted engines take part again, and return their names. `asks_all`: also those
+        that nothing was sent to since."""
         names = []
         for handle in self._handles.values():
             engine = handle.object
@@ -102,8 +102,7 @@ class Reconciler:
         return names
 
     def drop(self, names: Iterable[str]) -> list[Exception]:
-        """Have engines discard the weights that they have on the host. Returns the errors. Raises
-        PhaseError: one of the names is no such engine, and nothing was done."""
+        """Have engines discard their weights: see `droppable` and `drop`. Returns the errors."""
         engines = droppable(self._handles, names)
         if self.turn is not None:
             self.turn.take(IDLE)

@@ -39,7 +39,6 @@ from placement.storage.transfer.streamed import Streamed
 if TYPE_CHECKING:
     from placement.group.protocol import Group
 
-_NOTHING = nullcontext()
 _GONE = (
     "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
     "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
@@ -135,10 +134,11 @@ class PhaseStack:
 
     def enter(self, phase: OpenPhase) -> None:
         """Open a phase: see `_change`. An outermost one waits for the end of a suspension."""
-        with suppress(Suspended):
-            self._enter(phase)
-            return
-        self.suspension.enter(partial(self._enter, phase))
+        while True:
+            with suppress(Suspended):
+                self._enter(phase)
+                return
+            self.suspension.wait()
 
     def _enter(self, phase: OpenPhase) -> None:
         """Open a phase. Raises Suspended: an outermost one has to wait first."""
@@ -184,7 +184,7 @@ class PhaseStack:
                     # the process that had the turn before may have given back memory
                     self.reconciler.measure(phases.name)
                 vote = self.lock.vote
-                with _NOTHING if phases.all or vote is None else self.suspension.telling(vote):
+                with nullcontext() if phases.all or vote is None else self.suspension.telling(vote):
                     plan, room_bytes = self.reconciler.plan_maker.make(verb, request)
                 self.reconciler.enter(request.name, plan, room_bytes)
                 interrupts.check()  # the last look: from here on the phase is open
@@ -207,8 +207,7 @@ class PhaseStack:
         self._journal.enter_phase(phases.name, phases.only)
         if isinstance(error, DeviceMemoryError):
             for engine in self.reconciler.take_back_restarted_engines(asks_all=True):
-                again = "and is where it belongs now: begin the phase again"
-                error.add_note(f"placement: engine {engine!r} was restarted, {again}")
+                error.add_note(f"placement: engine {engine!r} was restarted: begin the phase again")
         if not isinstance(error, CoordinatorLost):
             plan, _ = phases.plan_in_any_case(phases.all)  # `error` says more than the policy's
             _note(error, self.reconciler.retreat(phases.name, phases.with_kept(plan)))
@@ -244,7 +243,7 @@ class PhaseStack:
             leaving = None
             if (vote := self.lock.vote) is not None:
                 leaving = LeavingRanks(vote, f"leave {phase.name}", error)
-            telling = _NOTHING if around or vote is None else self.suspension.telling(vote)
+            telling = nullcontext() if around or vote is None else self.suspension.telling(vote)
             with telling, self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
@@ -296,18 +295,16 @@ class PhaseStack:
     # --- suspending
 
     def _offload_all(self, action: str, drop: Sequence[str]) -> None:
-        """Have engines drop their weights, and take every handle off the device, outside every
-        phase. Raises what failed, but not changes to offloaded handles: the worker's next phase
-        raises those."""
+        """Have engines drop their weights, and take every handle off the device, outside of phases.
+        Raises what failed, but not changes to offloaded handles: the next phase does."""
         with self.lock.attempt(raises_own_error=True), self.lock.transition():
             vote = self.lock.vote
             leaving = None if vote is None else LeavingRanks(vote, action)
             self._end_keeps()
             self.reconciler.take_back_restarted_engines(asks_all=True)
             failures = self.reconciler.drop(drop) if drop else []
-            plan = self.phases.all_offloaded()
             failures = self.reconciler.retreat(
-                IDLE, plan, failures, leaving=leaving, raises_changes=False
+                IDLE, self.phases.all_offloaded(), failures, leaving=leaving, raises_changes=False
             )
             if failures:
                 _raise_all(failures)

@@ -1,10 +1,9 @@
 """Suspensions: a manager leaves the device because another process needs it, and its next phase
 waits until it is resumed.
 
-It is carried out by the thread that leaves the outermost phase, or, where none is open, by the
-thread that asks. Ranks of a group tell each other what they are asked for as they begin or leave an
-outermost phase, and carry it out together. A resumption is noted on the group's board, where the
-ranks that wait look for it.
+The thread that leaves the outermost phase carries it out, or the one that asks, where none is open.
+Ranks of a group tell each other what they are asked for as they begin or leave an outermost phase,
+and carry it out together. A resumption is noted on the group's board, where waiting ranks look.
 """
 
 from __future__ import annotations
@@ -14,43 +13,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from placement.core import interrupts
 from placement.core.errors import PhaseError, listed
 from placement.core.journal import logger
 from placement.core.snapshot import Snapshot, SuspensionRequest, SuspensionStatus
-from placement.group.vote import GroupVote, Suspended
+from placement.group.vote import GroupVote
 from placement.phases.engines import droppable
 from placement.phases.phase import LastSuspension, OpenPhases, TransitionLock, here
 from placement.registration.handle import Handle
 
-# pause between two looks of a thread that waits: the first pause, and the longest
-_PAUSE_SECONDS = (0.001, 0.05)
+_PAUSE_SECONDS = (0.001, 0.05)  # between two looks of a thread that waits: the first, the longest
 
 
 @dataclass(eq=False)
 class Suspension:
-    """Suspends one manager, and resumes it. Any thread may call it.
-
-    `read`: takes a snapshot. `offload_all`: takes every handle off the device, on all ranks or on
-    none, or raises; see `PhaseStack`.
-    """
+    """Suspends one manager, and resumes it. Any thread may call it. `offload_all`: takes every
+    handle off the device, on all ranks or on none, or raises; see `PhaseStack`."""
 
     _lock: TransitionLock
     _phases: OpenPhases
     _handles: Mapping[str, Handle]
     _read: Callable[[], Snapshot]
     _offload_all: Callable[[str, Sequence[str]], None]
+    # the requests of threads, by their answers: the reason of a refusal, or an empty text
     asked: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-    """The requests of threads, by the futures of their answers: the reason of a refusal, or an
-    empty text."""
-    # those that are being carried out, and cannot be taken back
-    _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)
-    _waiting: list[Callable[[], None]] = field(default_factory=list)  # the phases that wait
-
-    # --- asking
+    _taken: dict[Future[str], SuspensionRequest] = field(default_factory=dict)  # being carried out
 
     def suspend(
         self, request: SuspensionRequest, has_gone: Callable[[], bool] = lambda: False
@@ -63,10 +53,7 @@ class Suspension:
             droppable(self._handles, request.drop)
             for phase in self._phases.all:
                 if phase.holder in (threading.current_thread(), here()):
-                    raise self._refused(
-                        f"this thread has phase {phase.name!r} open, and would wait for itself. "
-                        "Leave it first, or ask in another thread"
-                    )
+                    raise self._refused(f"phase {phase.name!r} is open here: ask in another thread")
             try:
                 self.asked[answer] = request
                 for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
@@ -74,7 +61,7 @@ class Suspension:
                     if self._lock.vote is None:
                         self.carry_out()
                     reason = self._verdict(request)
-                    if reason is None and (time.monotonic() >= until or has_gone()):
+                    if reason is None and (has_gone() or time.monotonic() >= until):
                         reason = f"not possible within {request.deadline_seconds:g} s"
                     if reason is not None and self.asked.pop(answer, None) is not None:
                         answer.set_result(reason)
@@ -93,25 +80,23 @@ class Suspension:
         return PhaseError(f"suspend: {reason} (open phases: {phases}; on the device: {on_device})")
 
     def _verdict(self, request: SuspensionRequest) -> str | None:
-        """Why the last suspension is not what is asked for; empty if it is. None: a new one may
-        begin."""
+        """The answer to a request: see `_mismatch`. None: a new suspension may begin."""
         last = self._phases.suspension
-        is_on = time.monotonic() < last.until_seconds
-        if not is_on and (request.epoch or math.inf) > last.epoch:
+        is_over = last.until_seconds <= time.monotonic()
+        if is_over and (request.epoch or math.inf) > last.epoch:
             return None
-        return "" if is_on and self._is_last(request) else self._refusal(request)
+        return self._mismatch(request, is_over)
 
-    def _is_last(self, request: SuspensionRequest) -> bool:
-        """Whether the last suspension is, or was, what is asked for."""
+    def _mismatch(self, request: SuspensionRequest, was_over: bool = False) -> str:
+        """Why the last suspension is not what is asked for; empty if it is, and was not over."""
         last = self._phases.suspension
-        return request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}
-
-    def _refusal(self, request: SuspensionRequest) -> str:
-        last = self._phases.suspension
+        is_same = request.epoch in (None, last.epoch) and {*request.drop} <= {*last.drop}
+        if is_same and not was_over:
+            return ""
         asked = "another one" if request.epoch is None else f"epoch {request.epoch}"
-        is_on = "on" if time.monotonic() < last.until_seconds else "over"
+        state = "on" if self._phases.is_suspended else "over"
         dropped = listed(last.drop) or "nothing"
-        return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {is_on}"
+        return f"{asked} cannot begin: the last one, {last.epoch}, dropped {dropped} and is {state}"
 
     def resume(self, epoch: int | None = None) -> SuspensionStatus:
         """See `Manager.resume`."""
@@ -126,14 +111,11 @@ class Suspension:
 
     def _status(self) -> SuspensionStatus:
         snapshot = self._read()
+        held = sum(handle.resident_bytes for handle in snapshot.handles)
+        epoch = self._phases.suspension.epoch
         return SuspensionStatus(
-            epoch=self._phases.suspension.epoch,
-            suspended=snapshot.suspended,
-            resident_bytes=sum(handle.resident_bytes for handle in snapshot.handles),
-            snapshot=snapshot,
+            epoch=epoch, suspended=snapshot.suspended, resident_bytes=held, snapshot=snapshot
         )
-
-    # --- carrying it out
 
     def carry_out(self) -> None:
         """Carry out what threads ask for. Nothing happens while the lock is held, or a phase is
@@ -161,11 +143,7 @@ class Suspension:
                 self._answer("the ranks have not agreed on it")
 
     def _take_up(self) -> SuspensionRequest | None:
-        """The newest suspension that threads ask for, with its number. None while there is none, or
-        a phase waits: it begins before the next suspension, so that threads that ask again and
-        again do not keep it out."""
-        if self._waiting:
-            return None
+        """The newest suspension that threads ask for, with its number; None: there is none."""
         for answer, request in [*self.asked.items()]:
             if self._verdict(request) is None and self.asked.pop(answer, None) is not None:
                 self._taken[answer] = request
@@ -176,58 +154,43 @@ class Suspension:
         return newest.model_copy(update={"epoch": epoch})
 
     def _suspend(self, request: SuspensionRequest | None) -> None:
-        """Carry out a suspension, and answer the threads that ask. An error refuses it, and is not
-        raised."""
+        """Carry out a suspension, and answer the threads that ask. An error only refuses it."""
         if request is None:
             return
+        reason = "it was interrupted"
         try:
             self._offload_all("suspend", ())
             if request.drop:
                 # Not before every rank has left: an engine comes back, and may be on their devices.
                 self._offload_all(f"drop {', '.join(request.drop)}", request.drop)
-        except BaseException as error:
+            until = time.monotonic() + (request.resume_after_seconds or math.inf)
+            self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
+            logger.info("suspended (epoch %d): the next phase waits", request.epoch)
+            reason = ""
+        except Exception as error:
             reason = str(error) or type(error).__name__
             logger.error("suspend: %s", reason)
+        finally:
             self._answer(reason)
-            if not isinstance(error, Exception):
-                raise
-            return
-        until = time.monotonic() + (request.resume_after_seconds or math.inf)
-        self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
-        logger.info("suspended (epoch %d): the next phase waits", request.epoch)
-        self._answer()
 
     def _answer(self, reason: str = "") -> None:
-        """Answer the threads whose requests were taken up. `reason`: why they are refused; empty:
-        the manager was suspended."""
+        """Answer the requests that were taken up. `reason`: why they are refused; empty: the last
+        suspension was carried out for them, though it may be over again."""
         while self._taken:
             answer, request = self._taken.popitem()
-            if not reason and not self._is_last(request):
-                answer.set_result(self._refusal(request))
-            else:
-                answer.set_result(reason)
+            answer.set_result(reason or self._mismatch(request))
 
-    # --- waiting
-
-    def enter(self, begin: Callable[[], None]) -> None:
-        """Enter an outermost phase before which there is a suspension. Ctrl-C ends the wait.
-        `begin`: begins the phase, or raises that there is another suspension. Raises
-        CoordinatorLost: the ranks of the group cannot be heard."""
+    def wait(self) -> None:
+        """Wait for the end of a suspension, or Ctrl-C. CoordinatorLost: no rank can be heard."""
         phases, vote = self._phases, self._lock.vote
         looked = time.monotonic()
-        with interrupts.deferred():
-            self._waiting.append(begin)
-            try:
-                for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
-                    self._lock.check_process()
-                    self.carry_out()
-                    now = time.monotonic()
-                    phases.suspended_seconds += now - looked
-                    looked, last = now, phases.suspension
-                    if phases.is_suspended and vote and vote.group.is_resumed(last.epoch):
-                        last.until_seconds = -math.inf
-                    if not phases.is_suspended:
-                        with suppress(Suspended):
-                            return begin()
-            finally:
-                self._waiting.remove(begin)
+        for _ in interrupts.looks(math.inf, *_PAUSE_SECONDS):
+            self._lock.check_process()
+            self.carry_out()
+            now = time.monotonic()
+            phases.suspended_seconds += now - looked
+            looked, last = now, phases.suspension
+            if phases.is_suspended and vote and vote.group.is_resumed(last.epoch):
+                last.until_seconds = -math.inf
+            if not phases.is_suspended:
+                return

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from placement import EngineError, GroupError, Manager, PhaseError
-from placement.cli import main
 from placement.engines import Follower
 from placement.engines.mirror import PLACEMENT
 from placement.engines.vllm import VllmServer
+from placement.observe.discovery import ask
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.conftest import Job, Start, beside, publish
 from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, Sglang0523, Vllm024, Vllm033
@@ -53,14 +53,14 @@ def test_host_memory_is_given_back_and_a_sync_brings_the_weights(kind: Any, star
         assert job.server.generate() == "actor"
 
 
-def test_over_http_and_by_command(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", "a-token")
     job = start(Vllm033, weights="keep")
     job.step()
     server = job.manager.serve()
-    assert main(["suspend", server.url, "--drop", "rollout"]) == 0
+    ask(f"{server.url}/suspend", post=b'{"drop": ["rollout"]}', token="a-token", timeout_seconds=60)
     assert job.handle.host_bytes == 0
-    assert main(["resume", server.url]) == 0
+    ask(f"{server.url}/resume", post=b"{}", token="a-token", timeout_seconds=60)
     assert job.step() == "actor"
     job.manager.close()
 
@@ -125,9 +125,9 @@ def test_an_engine_with_other_bytes_on_the_host_goes_on_discarding_its_weights(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("actor", "drop: 'actor' cannot be dropped: only an engine"),
-        ("adam", "drop: 'adam' cannot be dropped"),
-        ("rollout", "drop: 'rollout' cannot be dropped"),
+        ("actor", "drop: 'actor' is no engine whose weights a sync brings again"),
+        ("adam", "drop: 'adam' is no engine"),
+        ("rollout", "drop: 'rollout' is no engine whose weights a sync brings"),
         ("rolout", "drop: no handle 'rolout', did you mean 'rollout'"),
     ],
 )

@@ -21,12 +21,14 @@ CHUNKS = 16
 
 
 def post(port: int, path: str, **body: Any) -> tuple[int, Any]:
+    """The status of the answer, and its body: JSON, or a text of a refusal."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        told = answer.read().decode()
+        return answer.status, json.loads(told) if answer.status == 200 else told
     finally:
         connection.close()
 

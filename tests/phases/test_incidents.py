@@ -25,7 +25,7 @@ from placement.engines import TaggedEngine
 from placement.testing import Faults, SimulatedDevice
 from tests.group.manager_ranks import ranks_of
 from tests.support.threads import on_all
-from tests.support.worker import CAPACITY, Worker, learn, net
+from tests.support.worker import CAPACITY, OFF, Worker, learn, net
 
 FILES = {
     "incident.json",
@@ -171,6 +171,15 @@ def test_an_error_that_refuses_notes(place: Path, caplog: pytest.LogCaptureFixtu
     (folder,) = place.iterdir()
     assert {file.name for file in folder.iterdir()} == FILES
     assert "cannot assign" in caplog.text
+
+
+def test_an_error_with_notes_of_another_form_is_the_users(place: Path) -> None:
+    worker = Worker(incidents=place)
+    error = ValueError("the user's")
+    error.__notes__ = ("a tuple",)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the user's"), worker.manager.phase("train"):
+        raise error
+    assert worker.actor.state is OFF
 
 
 def test_a_write_into_offloaded_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from placement import DeviceMemoryError, Manager, PhaseError, PlacementError, TorchEngine
 from placement.observe import figures
-from placement.testing import Faults, SimulatedDevice
+from placement.testing import SimulatedDevice
 from tests.support.threads import in_a_thread, in_threads
-from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import OFF, Worker, assert_same, batch, learn, make_manager, net
 
 # --- policies
 
@@ -176,17 +176,6 @@ def test_totals_of_a_run_have_what_was_unregistered(worker: Worker) -> None:
     peaks = manager.snapshot().phase_peak_bytes
     assert figures["placement/total/peak_device_gb/train"] == peaks["train"] / 1e9
     assert max(peaks.values()) == manager.snapshot().peak_bytes
-
-
-def test_what_a_feature_or_a_failure_adds_is_there_from_then_on() -> None:
-    device = Faults(SimulatedDevice(CAPACITY))
-    worker = Worker(device=device)
-    assert "placement/failures" not in worker.manager.metrics()
-    device.fail("create", at=1)
-    with pytest.raises(DeviceMemoryError):
-        worker.manager.phase("log_prob").__enter__()
-    assert worker.manager.metrics()["placement/failures"] > 0
-    assert worker.manager.metrics()["placement/failures"] == 0
 
 
 def test_a_streamed_step_counts_for_the_peak_of_its_phase() -> None:

@@ -64,6 +64,7 @@ def used_bytes(worker: Worker, name: str) -> int:
 
 def test_a_load_copies_nothing_that_arrived_early() -> None:
     worker = early_worker({"log_prob": {"critic": ALL}})
+    assert "placement/prefetch_used_gb" not in worker.manager.metrics()
     with worker.manager.phase("log_prob") as step:
         assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
         assert worker.critic.state is State.CPU_OFFLOADED
@@ -80,6 +81,9 @@ def test_a_load_copies_nothing_that_arrived_early() -> None:
         worker.critic_net(torch.ones(1, 64))
     assert_nothing_resident(worker.manager)
     assert worker.manager.snapshot().prefetch_discarded_bytes == 0
+    used_gb = used_bytes(worker, "critic") / 1e9
+    assert worker.manager.metrics()["placement/prefetch_used_gb"] == used_gb
+    assert worker.manager.metrics()["placement/prefetch_used_gb"] == 0
 
 
 def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
