@@ -36,8 +36,8 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
 
     jobs = _by_job(content)
     reasons = {}
-    for error in content["errors"]:
-        is_full = "OutOfMemoryError" in error["message"]
+    for error in content.get("errors", ()):
+        is_full = "MemoryError" in error["message"]
         reason = "out of memory" if is_full else error["message"].split(" in ")[0]
         reasons[error["scenario"], error["system"]] = reason
     figure = Figure(figsize=(13, 1.2 + 0.24 * sum(map(len, jobs.values()))), layout="constrained")
@@ -79,7 +79,7 @@ def _draw_panel(
         for system in sorted(systems, key=list(_COLOURS).index):
             value = systems[system].get(metric)
             if value is None:
-                text = f" {reasons[scenario, system]}"
+                text = " " + reasons.get((scenario, system), "not measured")
                 axis.text(0, place, text, va="center", fontsize=7, color="#aa3333")
             else:
                 bar = axis.barh(place, value / unit, height=0.85, color=_COLOURS[system])

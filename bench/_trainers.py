@@ -318,6 +318,8 @@ class Placed(Trainer):
         seconds = time.perf_counter() - self._began
         if self.manager.phase_name == "train":
             seconds -= self.step_seconds
+        elif self.manager.phase_name == "weight_sync" and not self.handle.is_on_device:
+            seconds = 0.0  # the host copy is read then: nothing else can come meanwhile
         self.work_seconds[self.manager.phase_name].append(seconds)
 
     def weights(self) -> Iterator[Tensor]:

@@ -110,21 +110,24 @@ class _HostMemory:
     def __init__(self, rig: Rig) -> None:
         self._is_added = False
         if rig.is_cuda:
-            before = _counted_bytes()
+            before = _resident_bytes()
             locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-            self._is_added = _counted_bytes() - before < locked.nbytes // 2
+            self._is_added = _resident_bytes() - before < locked.nbytes // 2
             del locked
             torch._C._host_emptyCache()
             torch.cuda.reset_peak_host_memory_stats()
 
     def most_bytes(self) -> int:
+        """The sum of both peaks, which may be of different times."""
+        counted_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         locked = torch.cuda.host_memory_stats() if self._is_added else {}
-        return _counted_bytes() + int(locked.get("allocated_bytes.peak", 0))
+        return counted_bytes + int(locked.get("allocated_bytes.peak", 0))
 
 
-def _counted_bytes() -> int:
-    """The most memory that this process had, as the kernel counts it."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def _resident_bytes() -> int:
+    """The memory that this process has now, as the kernel counts it."""
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _child(rig: Rig, results: Results, job: Job) -> None:

@@ -390,7 +390,8 @@ def whole_job(results: Results) -> str:
     on the host, with and without placement."""
     content = results["one_gpu"]
     reasons = {
-        (error["scenario"], error["system"]): error["message"] for error in content["errors"]
+        (error["scenario"], error["system"]): error["message"]
+        for error in content.get("errors", ())
     }
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in content["rows"]:
@@ -412,7 +413,7 @@ def _whole_job_cell(rows: Mapping[str, Mapping[str, Any]] | None, reason: str) -
     if rows is None:
         return "not run"
     if "step" not in rows:
-        return "out of memory" if "OutOfMemory" in reason else reason
+        return "out of memory" if "MemoryError" in reason else reason
     metrics = ("step", "peak, seen by the driver", "host peak")
     step, on_device, on_host = (_cell_of_one_gpu(rows, metric) for metric in metrics)
     return f"{step}, {on_device}, host {on_host}"

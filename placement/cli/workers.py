@@ -291,7 +291,7 @@ def run_control(arguments: argparse.Namespace) -> int:
             view_of(worker, seconds)  # which worker it is, before it is sent the token
             answer = ask(url, timeout_seconds=seconds, post=post, token=token)
             status = SuspensionStatus.model_validate_json(answer)
-        except (PlacementError, OSError, ValueError) as error:
+        except (PlacementError, ValueError) as error:
             return False, f"{worker.name}: {error}"
         word = "suspended" if status.suspended else "not suspended"
         held = f"{readable(status.resident_bytes)} on the device"

@@ -199,7 +199,8 @@ def ask(
     except urllib.error.HTTPError as error:
         text = "is this the address of a placement worker?"
         if post is not None:
-            text = " ".join(error.read(10_000).decode(errors="replace").split())
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it may be cut
+                text = " ".join(error.read(10_000).decode(errors="replace").split())
         raise PlacementError(f"{url} answers {error.code} {error.reason}: {text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has

@@ -13,8 +13,7 @@ def figures_of(snapshot: Snapshot, journal: Journal, *, totals: bool) -> dict[st
     """See `Manager.metrics`. The last call is the last one for this journal."""
     resident_bytes = sum(handle.resident_bytes for handle in snapshot.handles)
     journal.note_held(journal.phase, resident_bytes)  # nothing may have moved as it began
-    peaks = journal.recent_peak_bytes
-    journal.recent_peak_bytes = {journal.phase: resident_bytes}
+    peaks, journal.recent_peak_bytes = journal.recent_peak_bytes, {journal.phase: resident_bytes}
     counted = _counters(snapshot, journal)
     before, journal.logged = journal.logged, counted
 

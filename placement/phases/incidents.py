@@ -50,7 +50,7 @@ class Incidents:
             return
         raised = error if raised is None else raised
         try:
-            for note in getattr(raised, "__notes__", ()):
+            for note in getattr(raised, "__notes__", None) or ():
                 if str(note).startswith(_NOTE):
                     raised.__notes__.remove(note)
                     raised.add_note(note)  # the last one again

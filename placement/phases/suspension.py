@@ -164,8 +164,8 @@ class Suspension:
                 # Not before every rank has left: an engine comes back, and may be on their devices.
                 self._offload_all(f"drop {', '.join(request.drop)}", request.drop)
             until = time.monotonic() + (request.resume_after_seconds or math.inf)
-            self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
             logger.info("suspended (epoch %d): the next phase waits", request.epoch)
+            self._phases.suspension = LastSuspension(request.epoch or 0, request.drop, until)
             reason = ""
         except Exception as error:
             reason = str(error) or type(error).__name__

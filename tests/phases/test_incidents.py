@@ -182,6 +182,15 @@ def test_an_error_with_notes_of_another_form_is_the_users(place: Path) -> None:
     assert worker.actor.state is OFF
 
 
+def test_an_incident_whose_error_has_no_list_of_notes(place: Path) -> None:
+    worker = Worker(incidents=place)
+    error = DeviceMemoryError("too much")
+    error.__notes__ = None  # type: ignore[assignment]
+    with pytest.raises(DeviceMemoryError), worker.manager.phase("train"):
+        raise error
+    assert len([*place.iterdir()]) == 1
+
+
 def test_a_write_into_offloaded_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     worker = Worker(incidents=place)
     with worker.manager.phase("train"):

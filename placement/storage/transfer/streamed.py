@@ -341,8 +341,9 @@ class StreamedStep:
             assert bucket.saved is not None
             self.holding.device.wait(bucket.saved)
             interrupts.check()
+            wipes = self._fetched < len(self._buckets)  # for a bucket that comes
             for r, run in page_runs(bucket.leaving):
-                r.pages.vacate(run, chunk_pool, wipes=True)  # the next bucket takes it
+                r.pages.vacate(run, chunk_pool, wipes=wipes)
             if bucket.fresh is not None:
                 with without_modes():
                     self.holding.move_in((bucket.fresh,))
