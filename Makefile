@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 FRAMEWORKS := $(VENV)/.frameworks
+COMPILED := $(VENV)/.compiled
 SYSTEM := $(VENV)/.system
 ENGINES := $(VENV)/.engines
 DOCS := $(VENV)/.docs
@@ -28,13 +29,13 @@ example: $(FRAMEWORKS)
 	@$(BIN)/python -m examples.grpo_trl $(ARGS)
 
 # Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
-# One process more than there are cores keeps these busy: now and then one waits for a server, a deadline or a rank.
-TEST_PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 7 ? cores + 1 : 8)))
+# Two processes more than there are cores keep these busy: now and then one waits for a server, a deadline or a rank.
+TEST_PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 6 ? cores + 2 : 8)))
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 # Only the tests that --slow adds need packages of the system; those are fetched while pip fetches the rest.
 test:
-	@$(MAKE) --no-print-directory --jobs=3 $(FRAMEWORKS) $(ENGINES) $(if $(findstring --slow,$(ARGS)),$(SYSTEM))
+	@$(MAKE) --no-print-directory --jobs=3 $(COMPILED) $(ENGINES) $(if $(findstring --slow,$(ARGS)),$(SYSTEM))
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # By these the next runs are ordered: what takes long begins first.
@@ -69,6 +70,11 @@ $(FRAMEWORKS): export DS_BUILD_OPS = 0
 $(FRAMEWORKS): $(STAMP) tests/frameworks.txt
 	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
+	@touch $@
+
+# What tests import is compiled once, not by each of their processes.
+$(COMPILED): $(FRAMEWORKS)
+	@$(BIN)/python -m pytest --collect-only -q >/dev/null
 	@touch $@
 
 # A few files of released engines, whose classes tests run.
