@@ -1,5 +1,5 @@
-"""Make the tables and the chart of docs/performance.md, and the README's headline, from the result
-files: `python -m bench.report`.
+"""Make the tables and the charts of docs/performance.md, the README's headline, and the table of
+docs/which_model.md from the result files: `python -m bench.report`.
 
 Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib
 (the extra `bench`) draws the charts.
@@ -307,14 +307,20 @@ _ONE_GPU = (
 """The columns of the table of `bench.one_gpu`, and their metrics."""
 
 
+def _by_job(content: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """The rows of `bench.one_gpu` by their metrics, for each scenario and system."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
+    return found
+
+
 def one_gpu(results: Results) -> str:
     """The table of what one GPU trains: a line for each job and system."""
     content = results.get("one_gpu")
     if content is None:
         return "No figures yet: `python -m bench.one_gpu` measures them on yours."
-    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in content["rows"]:
-        found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
+    found = _by_job(content)
     reasons = {
         (each["scenario"], each["system"]): each["message"] for each in content.get("errors", [])
     }
@@ -344,6 +350,47 @@ def _cell_of_one_gpu(rows: Mapping[str, Mapping[str, Any]], metric: str) -> str:
     if largest["unit"] == "%":
         return f"{abs(largest['value']):.2f} %"
     return shown(largest["value"], largest["unit"])
+
+
+_FORECASTS = (
+    ("device", "registered, peak on the device"),
+    ("host", "registered, on the host"),
+    ("moves", "moves"),
+    ("streamed step", "streamed step"),
+)
+"""The columns of the table of forecasts, and their metrics."""
+FORECASTS_FOLDER = "h200"
+"""The folder, inside that of the result files, with the run of `bench.one_gpu` for this table. The
+other tables are from another run, whose file names the same benchmark."""
+
+
+def forecasts(results: Results) -> str:
+    """The table of what was forecast of the jobs of `bench.one_gpu`, and what was measured."""
+    content = results.get("one_gpu")
+    if content is None:
+        return "No figures yet: `python -m bench.one_gpu` measures them on yours."
+    titles = [f"{title}: forecast, measured" for title, _ in _FORECASTS]
+    written = [
+        _machines({"one_gpu": content}, [_Line("one_gpu", "", "", False)]),
+        "",
+        f"| job, policy | {' | '.join(titles)} |",
+        "|---" * (1 + len(titles)) + "|",
+    ]
+    for (scenario, system), rows in sorted(_by_job(content).items(), key=lambda item: item[0][0]):
+        if system.startswith(_VARIANT):
+            cells = [_forecast_cell(rows, metric) for _, metric in _FORECASTS]
+            policy = system.removeprefix(_VARIANT)
+            written.append(f"| {scenario}, {policy} | {' | '.join(cells)} |")
+    return "\n".join(written)
+
+
+def _forecast_cell(rows: Mapping[str, Mapping[str, Any]], metric: str) -> str:
+    if metric not in rows:
+        return "not measured"
+    told, found = rows[f"{metric}, forecast"]["value"], rows[metric]["value"]
+    if rows[metric]["unit"] == "bytes":
+        return f"{told / 1e9:.2f}, {found / 1e9:.2f} GB"
+    return f"{told:.2f}, {found:.2f} s"
 
 
 _ENGINES = (
@@ -393,9 +440,7 @@ def whole_job(results: Results) -> str:
         (error["scenario"], error["system"]): error["message"]
         for error in content.get("errors", ())
     }
-    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in content["rows"]:
-        found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row
+    found = _by_job(content)
     written = [
         f"| on one {content['machine']['gpu']} | {' a step | '.join(_WHOLE_JOBS)} a step |",
         "|---" * (1 + len(_WHOLE_JOBS)) + "|",
@@ -524,16 +569,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--readme", type=Path, default=_ROOT / "README.md", help="where the headline goes"
     )
+    parser.add_argument(
+        "--which-model",
+        type=Path,
+        default=_ROOT / "docs" / "which_model.md",
+        help="where the forecasts go",
+    )
     parser.add_argument("--chart", type=Path, default=_ROOT / "docs" / "performance.png")
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
     options = parser.parse_args(arguments)
     results = read(options.results)
     texts = {name: write(results) for name, write in PAGES.items()}
+    told = forecasts(read(options.results / FORECASTS_FOLDER))
     if options.print:
-        print(*texts.values(), sep="\n\n")
+        print(*texts.values(), told, sep="\n\n")
         return
     for name, text in texts.items():
         put_into(options.page, name, text)
+    put_into(options.which_model, "forecasts", told)
     put_into(options.readme, "one_gpu", whole_job(results))
     put_into(options.readme, "performance", headline(results))
     draw(results, options.chart)

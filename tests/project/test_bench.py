@@ -158,6 +158,9 @@ def test_a_model_is_trained_with_the_same_losses_in_every_system(tmp_path: Path)
     assert "| tiny, 128 tokens, the whole GPU | placement, cyclic | yes |" in report.one_gpu(
         {"one_gpu": content}
     )
+    told = report.forecasts({"one_gpu": content})
+    assert "| tiny, 128 tokens, the whole GPU, cyclic |" in told
+    assert "not measured" not in told
 
 
 def test_a_job_that_dies_keeps_its_rows_and_says_where(tmp_path: Path) -> None:
@@ -208,3 +211,26 @@ def test_the_tables_name_the_best_peer_every_failure_and_what_is_worse(tmp_path:
     )
     assert "| weights, bf16: load | 55 GB/s, 54 GB/s | 50 GB/s, 51 GB/s |" in compared
     assert "by more than 1 %: weights, bf16: load." in compared
+
+
+def test_the_table_of_forecasts_has_every_job_of_placement_and_no_peer(tmp_path: Path) -> None:
+    results = Results("one_gpu", "simulated", "tiny", tmp_path)
+    job = "1.5B, 4,096 tokens, 80 GB"
+    for metric, told, found, unit in (
+        ("registered, peak on the device", 2e9, 2.004e9, "bytes"),
+        ("registered, on the host", 21e9, 22.126e9, "bytes"),
+        ("moves", 0.294, 0.178, "s"),
+        ("streamed step", 1.2, 1.456, "s"),
+    ):
+        results.add(job, "placement, cyclic", f"{metric}, forecast", told, unit)
+        results.add(job, "placement, cyclic", metric, found, unit)
+    results.add(job, "torch", "step", 0.4, "s")
+    results.failed(job, "placement, colocated", "no memory")
+    results.write()
+    lines = report.forecasts(_results.read(tmp_path)).splitlines()
+    assert lines[-2:] == [
+        f"| {job}, cyclic | 2.00, 2.00 GB | 21.00, 22.13 GB | 0.29, 0.18 s | 1.20, 1.46 s |",
+        f"| {job}, colocated | {' | '.join(['not measured'] * 4)} |",
+    ]
+    assert ", torch " in lines[0]
+    assert not [line for line in lines[1:] if "torch" in line]
