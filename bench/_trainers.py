@@ -275,7 +275,7 @@ class Placed(Trainer):
         self.optimizer = self.adamw()
         self.manager.register("actor.optimizer", self.optimizer)
         self.rig.empty_cache()
-        self.seconds_of_moves()
+        self._moved_seconds = 0.0
 
     def _register_sizes(self, run: Any) -> None:
         actor, ref = empty_decoder(self.shape), empty_decoder(self.shape).to(torch.bfloat16)
@@ -301,20 +301,28 @@ class Placed(Trainer):
 
     def begin(self, phase: str) -> None:
         if self.manager.phase_name == IDLE:
-            self.manager.enter(phase)
+            self._move(lambda: self.manager.enter(phase))
         else:
             self._note_work()
-            self.manager.switch(phase)
+            self._move(lambda: self.manager.switch(phase))
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self._note_work()
-        self.manager.leave()
+        self._move(self.manager.leave)
+
+    def _move(self, change: Callable[[], object]) -> None:
+        """Change the phase, and wait until all that the next work needs is there. Copies that go on
+        beside the work are not waited for."""
+        began = time.perf_counter()
+        change()
+        self.manager.device.wait_for_work()
+        self._moved_seconds += time.perf_counter() - began
 
     def _note_work(self) -> None:
         """Note the seconds of the phase that is open. Kernels that still run are no move, so they
         are waited for."""
-        self.rig.sync()
+        self.manager.device.wait_for_work()
         seconds = time.perf_counter() - self._began
         if self.manager.phase_name == "train":
             seconds -= self.step_seconds
@@ -328,7 +336,8 @@ class Placed(Trainer):
                 yield weight
 
     def seconds_of_moves(self) -> float:
-        return self.manager.metrics()["placement/stall_seconds"]
+        seconds, self._moved_seconds = self._moved_seconds, 0.0
+        return seconds
 
 
 class PlacedColocated(Placed):

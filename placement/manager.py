@@ -525,6 +525,7 @@ class Manager:
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.
         """
+        self._stack.reconciler.count_arrivals()
         return figures_of(self._stack.take_snapshot(), self.journal, totals=totals)
 
     def audit(self) -> Audit:

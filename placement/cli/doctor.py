@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,13 +23,15 @@ from placement.devices.base import Device
 from placement.devices.host.file_slab import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
-from placement.forecasting.description import CYCLES
+from placement.forecasting.description import CYCLES, Link
 from placement.observe.discovery import views_of
+from placement.policies import Colocated
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's
 work, which varies more than copies."""
 _TENSORS = 8
+_PAUSE_SECONDS = 0.05
 _CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 
 
@@ -96,8 +99,11 @@ def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
             added["disk_free_bytes"] = shutil.disk_usage(directory).free
     except ValueError as error:
         added["findings"] = *inspection.findings, str(error)
-    room = min(nbytes, inspection.free_bytes // 4, inspection.host_available_bytes // 4)
-    added["transitions"] = _transitions(device, room, inspection.link)
+    room = min(inspection.free_bytes, inspection.host_available_bytes)
+    transitions = _transitions(device, min(nbytes, room // 4), inspection.link)
+    # weights, gradients, and moments of twice as many bytes
+    streamed_byte = _streamed(device, min(2 * nbytes, room // 8), inspection.link)
+    added["transitions"] = transitions.model_copy(update={"streamed_byte": streamed_byte})
     return inspection.model_copy(update=added)
 
 
@@ -130,7 +136,7 @@ def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeco
 def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
     """The bytes of a model's host copy, and the median seconds of phase transitions: load, offload,
     unchanged offload."""
-    model = _model(device, nbytes)
+    model = _model(device.torch_device, nbytes)
     manager = placement.Manager(device=device, policy="colocated")
     actor = manager.register("actor", model, role="actor")
 
@@ -156,8 +162,8 @@ def _nothing_moves(device: Device) -> float:
     Some work lies before each of them, as in a job: without it they are twice as fast, because all
     that they need is in the caches.
     """
-    model = _model(device, 1)
-    frozen = _model(device, 1)
+    model = _model(device.torch_device, 1)
+    frozen = _model(device.torch_device, 1)
     manager = placement.Manager(device=device, policy="resident")
     manager.register("actor", model, role="actor")
     manager.register("ref", frozen, role="ref", readonly=True)
@@ -185,12 +191,52 @@ def _nothing_moves(device: Device) -> float:
         manager.close()
 
 
-def _model(device: Device, nbytes: int) -> torch.nn.ParameterList:
+def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
+    """The seconds for each byte that the streamed step of a model of `nbytes` takes beside its
+    copies: the driver maps memory more slowly while the link is busy."""
+    model = _model(device.torch_device, nbytes).requires_grad_()
+    adam = torch.optim.AdamW(model.parameters(), fused=True)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", adam)
+
+    def step() -> list[float]:
+        manager.enter("train")
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        time.sleep(_PAUSE_SECONDS)  # the first buckets come meanwhile, as in a backward pass
+        seconds = _seconds(device, adam.step)
+        adam.zero_grad()
+        manager.leave()
+        return [seconds]
+
+    try:
+        (seconds,) = settled(step, _SPREAD)
+    finally:
+        manager.close()
+
+    def register(run: Any) -> None:
+        actor = _model(torch.device("meta"), nbytes).requires_grad_()
+        run.register("actor", actor, role="actor")
+        run.register("actor.optimizer", torch.optim.AdamW(actor.parameters()))
+
+    of_copies = placement.forecast(
+        register,
+        policy=Colocated("streamed"),
+        cycle=("log_prob", "train"),  # the first one loads the model
+        link=Link(**link.model_dump(), chunk_bytes=device.chunk_bytes),
+        work_seconds={"train": _PAUSE_SECONDS},
+        device=device,
+    ).phases[1]
+    return max(0.0, seconds - (of_copies.stall_seconds or 0.0)) / of_copies.streamed_bytes
+
+
+def _model(device: torch.device, nbytes: int) -> torch.nn.ParameterList:
     with torch.no_grad():
         size = max(1, nbytes // _TENSORS // 2)
         model = torch.nn.ParameterList()
         for _ in range(_TENSORS):
-            ones = torch.ones(size, dtype=torch.bfloat16, device=device.torch_device)
+            ones = torch.ones(size, dtype=torch.bfloat16, device=device)
             model.append(torch.nn.Parameter(ones, requires_grad=False))
         return model
 
@@ -245,7 +291,8 @@ def _beside(transitions: TransitionSeconds) -> str:
         f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its "
         f"copy: {_milliseconds(gib * transitions.loaded_byte)} loaded, "
         f"{_milliseconds(gib * transitions.offloaded_byte)} copied back, "
-        f"{_milliseconds(gib * transitions.skipped_byte)} offloaded without a copy"
+        f"{_milliseconds(gib * transitions.skipped_byte)} offloaded without a copy, "
+        f"{_milliseconds(gib * transitions.streamed_byte)} streamed"
     )
 
 

@@ -205,6 +205,8 @@ class TransitionSeconds(Frozen):
     offloaded_byte: float
     # the same, for each byte that leaves without a copy because it is proved unchanged
     skipped_byte: float
+    # for each byte that a streamed step of an optimizer copies, either way
+    streamed_byte: float = 0.0
 
 
 class Finding(Frozen):

@@ -266,6 +266,12 @@ class Device(abc.ABC):
                 the stream's work.
         """
 
+    def waited_seconds(self) -> float:
+        """The seconds that streams waited in `order("to_device")`, of those waits that have ended
+        since the last call. Their own work does not count. By default 0, as on a device whose
+        `order` has the caller wait."""
+        return 0.0
+
     def after(self, mark: Mark) -> AbstractContextManager[None]:
         """Context in which torch enqueues work on this device behind the copies noted by `mark`,
         but beside later ones.

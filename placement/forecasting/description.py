@@ -122,6 +122,10 @@ class Link(Frozen):
             + skipped_bytes * beside.skipped_byte
         )
 
+    def seconds_beside_steps(self, streamed_bytes: int) -> float:
+        """The seconds that the streamed steps of optimizers take beside their copies."""
+        return 0.0 if self.transitions is None else streamed_bytes * self.transitions.streamed_byte
+
 
 class HandleForecast(Frozen):
     """One handle of a forecast, in the steady state."""

@@ -234,12 +234,16 @@ class Run(contextlib.AbstractContextManager["Run"]):
         work_seconds = self._work_seconds.get(phase.name)
         gradient_bytes = 0
         streamed = Moved()
+        streamed_bytes = 0
         if problem is None:
             plan = self._manager._stack.phases.base_plan()
             wanted_bytes = sum(bytes_under(plan, view) for view in views.values())
             waited, gradient_bytes = self._work(phase.name, work_seconds or 0.0, views)
             stall_seconds += waited
             streamed = Moved.total(self._moved().values())._replace(prefetched_bytes=0)
+            streamed_bytes = streamed.loaded_bytes + streamed.offloaded_bytes
+            if link is not None:
+                stall_seconds += link.seconds_beside_steps(streamed_bytes)
         else:
             wanted_bytes = getattr(problem, "wanted_bytes", None) or 0
         is_unplanned = problem is not None and not isinstance(problem, DeviceMemoryError)
@@ -256,7 +260,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             states={name: view.state for name, view in views.items()},
             gradient_bytes=gradient_bytes,
             **Moved.total((*moved.values(), streamed))._asdict(),
-            streamed_bytes=streamed.loaded_bytes + streamed.offloaded_bytes,
+            streamed_bytes=streamed_bytes,
             host_bytes=sum(handle.host_bytes for handle in self._manager.handles.values()),
             stall_seconds=None if link is None else round(stall_seconds, 9),
             work_seconds=work_seconds,

@@ -69,6 +69,7 @@ class Reconciler:
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
         self._work_seconds = 0.0
+        self._last_name = IDLE  # the phase of the last transition, whose loads may still arrive
         # whether gradients may have been dropped of which memory is still to be given back
         self.has_unused = False
 
@@ -271,13 +272,21 @@ class Reconciler:
     @contextmanager
     def stall_of(self, name: str) -> Iterator[None]:
         """Count the seconds inside as a stall of this phase, without those in which the worker's
-        own kernels were waited for."""
+        own kernels were waited for. See also `count_arrivals`."""
+        self.count_arrivals()
         began, worked = time.monotonic(), self._work_seconds
         try:
             yield
         finally:
             waited = time.monotonic() - began
             self._journal.stall_seconds[name] += waited - (self._work_seconds - worked)
+            self._last_name = name
+
+    def count_arrivals(self) -> None:
+        """Count the seconds in which the device's own work has waited for bytes of the last
+        transition, as far as they have arrived. The host does not wait for these."""
+        with suppress(RuntimeError):  # a device that failed says so where it is used
+            self._journal.stall_seconds[self._last_name] += self._device.waited_seconds()
 
     def _wait_for_work(self) -> None:
         """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early
@@ -285,6 +294,7 @@ class Reconciler:
         began = time.monotonic()
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
+        self.count_arrivals()
 
     def measure(self, phase: str) -> None:
         """Measure the device's memory and the handles' bytes on it, which count for the peak of

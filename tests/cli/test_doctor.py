@@ -99,6 +99,7 @@ def test_phase_transitions_are_timed_and_leave_nothing() -> None:
     assert found is not None
     assert 0 < found.alone <= found.moving
     assert min(found.loaded_byte, found.offloaded_byte, found.skipped_byte) >= 0
+    assert found.streamed_byte >= 0
     assert "if anything moves" in table(report)
     assert "if anything moves" not in table(inspect(looked_at, CHUNK))
 

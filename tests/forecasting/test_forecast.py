@@ -18,7 +18,7 @@ from placement.devices.memory import Copy
 from placement.devices.select import select_device
 from placement.forecasting import Link, Rollout, Run
 from placement.forecasting.config import OPTIMIZERS, module_of
-from placement.forecasting.description import CYCLES, cycle_of
+from placement.forecasting.description import CYCLES, PhaseForecast, cycle_of
 from placement.forecasting.device import SizesDevice
 from placement.forecasting.stand_ins import parts_of
 from placement.policies import Colocated, Cyclic
@@ -154,6 +154,36 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
         with_it - without for with_it, without in zip(measured, stalls(Link(**rates)), strict=True)
     ]
     assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
+
+
+def test_what_streamed_steps_take_beside_their_copies_is_in_the_stall() -> None:
+    rates = {"to_device_bytes_per_second": 1e9, "to_host_bytes_per_second": 1e9}
+    beside = TransitionSeconds(
+        alone=0, moving=0, loaded_byte=0, offloaded_byte=0, skipped_byte=0, streamed_byte=1e-6
+    )
+
+    def register(run: Run) -> None:
+        with torch.device("meta"):
+            actor = nn.Linear(1024, 1024, bias=False)
+        run.register("actor", actor, role="actor")
+        run.register("actor.optimizer", torch.optim.AdamW(actor.parameters()))
+
+    def train(transitions: TransitionSeconds | None) -> PhaseForecast:
+        told = placement.forecast(
+            register,
+            policy="colocated('streamed')",
+            cycle=("log_prob", "train"),
+            link=Link(transitions=transitions, **rates),
+            device=SimulatedDevice(1 << 30, chunk_bytes=1 << 20),
+        )
+        return told.phase("train")
+
+    without, with_it = train(None), train(beside)
+    assert without.streamed_bytes == with_it.streamed_bytes > 0
+    assert without.stall_seconds is not None
+    assert with_it.stall_seconds == pytest.approx(
+        without.stall_seconds + 1e-6 * with_it.streamed_bytes
+    )
 
 
 def test_shards_divide_a_models_parameters_and_leave_its_buffers() -> None:

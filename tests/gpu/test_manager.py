@@ -13,6 +13,7 @@ from torch import nn
 
 import placement
 from placement.devices.cuda.device import CudaDevice
+from placement.devices.memory import Copy
 from placement.policies import Resident
 from tests.contract.growing import SIDES, Scene, sizes
 from tests.group.part_worker import little_left
@@ -62,6 +63,24 @@ def train_step(
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def test_a_device_tells_how_long_its_work_waited_for_bytes() -> None:
+    device = CudaDevice()
+    addresses = device.reserve(GIB)
+    chunk = device.create(GIB)
+    device.map(addresses, [chunk])
+    slab = device.host(GIB)
+    assert slab.ready.wait(60)
+    for _ in range(2):
+        device.copy([Copy(addresses.base, slab.address, GIB)], "to_device")
+        device.order("to_device")
+        device.order()  # waits for nothing more
+        device.sync()
+        assert device.waited_seconds() > 0
+        assert device.waited_seconds() == 0
+    device.unmap(addresses, GIB)
+    device.release(chunk)
 
 
 def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Manager) -> None:

@@ -8,7 +8,7 @@ import logging
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -87,6 +87,27 @@ def test_a_snapshot_counts_what_happened(worker: Worker) -> None:
     assert (snapshot.pairing_violations, snapshot.unpaired_bytes) == (0, 0)
     assert snapshot.policy_decisions["load"] > 0
     json.loads(snapshot.model_dump_json())
+
+
+def test_a_wait_for_bytes_counts_for_the_phase_that_needs_them() -> None:
+    class Ordering(SimulatedDevice):
+        """A device on which the work waits for bytes, and not the caller."""
+
+        waits: ClassVar[list[float]] = []
+
+        def waited_seconds(self) -> float:
+            return sum(self.waits.pop() for _ in [*self.waits])
+
+    device = Ordering(capacity_bytes=1 << 24, chunk_bytes=1 << 12)
+    worker = Worker(device=device)
+    manager = worker.manager
+    with manager.phase("log_prob") as phase:
+        device.waits.append(100.0)  # known at the next transition
+        phase.switch("train")
+        device.waits.append(1000.0)  # known when the figures are asked for
+        figures = manager.metrics()
+    assert 100 <= figures["placement/stall_seconds/log_prob"] < 1000
+    assert figures["placement/stall_seconds/train"] >= 1000
 
 
 ALWAYS = ("stall_seconds", "to_device_gb", "to_host_gb", "skipped_gb", "host_gb")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
@@ -90,6 +91,8 @@ class CudaDevice(Device):
         self._streams: dict[Direction, torch.cuda.Stream] = {
             direction: own_stream(index, direction) for direction in get_args(Direction)
         }
+        # before and after each wait of `order("to_device")`
+        self._waits = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
         # for work that follows copies, chunk by chunk, beside later copies
         self._following = own_stream(index, "following")
         self._wiping: _Addresses | None = None  # the addresses of `wipe`
@@ -271,11 +274,22 @@ class CudaDevice(Device):
         current = torch.cuda.current_stream(self.torch_device)
         # before `current` waits for every copy: work after one copy must not wait for others
         self._following.wait_stream(current)
+        begin = current.record_event(torch.cuda.Event(enable_timing=True))
         for stream in (
             *(self._streams.values() if direction is None else (self._streams[direction],)),
             self._following,
         ):
             current.wait_stream(stream)
+        if direction == "to_device":
+            end = current.record_event(torch.cuda.Event(enable_timing=True))
+            self._waits.append((begin, end))
+
+    def waited_seconds(self) -> float:
+        seconds = 0.0
+        while self._waits and self._waits[0][1].query():
+            begin, end = self._waits.popleft()
+            seconds += begin.elapsed_time(end) / 1e3
+        return seconds
 
     @contextlib.contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
