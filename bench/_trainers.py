@@ -254,12 +254,14 @@ class Placed(Trainer):
 
     Attributes:
         work_seconds: the durations of each phase since the last forecast, without moves.
+        moved_seconds: likewise those of the moves on the way to each phase.
     """
 
     policy: placement.Policy
 
     def prepare(self) -> None:
         self.work_seconds: dict[str, list[float]] = {phase: [] for phase in _PHASES}
+        self.moved_seconds: dict[str, list[float]] = {phase: [] for phase in (*_PHASES, IDLE)}
         device = self.rig.placement_device()
         streamed_optimizer.BUCKET_BYTES = self.rig.pick(1 << 16, 512 << 20, 512 << 20)
         self._budget = self.rig.free_bytes() - working_bytes(self.rig, self.shape)
@@ -275,7 +277,6 @@ class Placed(Trainer):
         self.optimizer = self.adamw()
         self.manager.register("actor.optimizer", self.optimizer)
         self.rig.empty_cache()
-        self._moved_seconds = 0.0
 
     def _register_sizes(self, run: Any) -> None:
         actor, ref = empty_decoder(self.shape), empty_decoder(self.shape).to(torch.bfloat16)
@@ -287,8 +288,7 @@ class Placed(Trainer):
         """The forecast of the steps since the last call. It is told how long their work took,
         because copies that come early go on meanwhile. The first step does not count."""
         work = {phase: statistics.median(taken[1:]) for phase, taken in self.work_seconds.items()}
-        self.work_seconds = {phase: [] for phase in _PHASES}
-        return placement.forecast(
+        told = placement.forecast(
             self._register_sizes,
             policy=self.policy,
             cycle=_PHASES,
@@ -298,26 +298,38 @@ class Placed(Trainer):
             link=self._link,
             work_seconds=work,
         )
+        for phase in told.phases:
+            moved = statistics.median(self.moved_seconds[phase.phase][1:])
+            if phase.phase == "train":  # a streamed step is told as a stall of its phase
+                moved += self.step_seconds
+            print(
+                f"   {phase.phase}: moves told {phase.stall_seconds:.3f} s, took {moved:.3f} s; "
+                f"work took {work.get(phase.phase, 0.0):.3f} s",
+                flush=True,
+            )
+        for seconds in (*self.work_seconds.values(), *self.moved_seconds.values()):
+            seconds.clear()
+        return told
 
     def begin(self, phase: str) -> None:
         if self.manager.phase_name == IDLE:
-            self._move(lambda: self.manager.enter(phase))
+            self._move(phase, lambda: self.manager.enter(phase))
         else:
             self._note_work()
-            self._move(lambda: self.manager.switch(phase))
+            self._move(phase, lambda: self.manager.switch(phase))
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self._note_work()
-        self._move(self.manager.leave)
+        self._move(IDLE, self.manager.leave)
 
-    def _move(self, change: Callable[[], object]) -> None:
-        """Change the phase, and wait until all that the next work needs is there. Copies that go on
+    def _move(self, phase: str, change: Callable[[], object]) -> None:
+        """Change to a phase, and wait until all that its work needs is there. Copies that go on
         beside the work are not waited for."""
         began = time.perf_counter()
         change()
         self.manager.device.wait_for_work()
-        self._moved_seconds += time.perf_counter() - began
+        self.moved_seconds[phase].append(time.perf_counter() - began)
 
     def _note_work(self) -> None:
         """Note the seconds of the phase that is open. Kernels that still run are no move, so they
@@ -336,8 +348,7 @@ class Placed(Trainer):
                 yield weight
 
     def seconds_of_moves(self) -> float:
-        seconds, self._moved_seconds = self._moved_seconds, 0.0
-        return seconds
+        return sum(seconds[-1] for seconds in self.moved_seconds.values())
 
 
 class PlacedColocated(Placed):

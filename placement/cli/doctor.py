@@ -31,7 +31,7 @@ _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's
 work, which varies more than copies."""
 _TENSORS = 8
-_PAUSE_SECONDS = 0.05
+_PAUSE_SECONDS = 0.1
 _CACHE_BYTES = 64 << 20  # more than a core's share of the processor's caches
 
 
@@ -204,6 +204,7 @@ def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
         manager.enter("train")
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
+        device.sync()
         time.sleep(_PAUSE_SECONDS)  # the first buckets come meanwhile, as in a backward pass
         seconds = _seconds(device, adam.step)
         adam.zero_grad()

@@ -67,19 +67,18 @@ def train_step(
 
 def test_a_device_tells_how_long_its_work_waited_for_bytes() -> None:
     device = CudaDevice()
-    addresses = device.reserve(GIB)
-    chunk = device.create(GIB)
+    nbytes = device.chunk_bytes
+    addresses, chunk, slab = device.reserve(nbytes), device.create(nbytes), device.host(nbytes)
     device.map(addresses, [chunk])
-    slab = device.host(GIB)
     assert slab.ready.wait(60)
     for _ in range(2):
-        device.copy([Copy(addresses.base, slab.address, GIB)], "to_device")
+        device.copy([Copy(addresses.base, slab.address, nbytes)], "to_device")
         device.order("to_device")
         device.order()  # waits for nothing more
         device.sync()
         assert device.waited_seconds() > 0
         assert device.waited_seconds() == 0
-    device.unmap(addresses, GIB)
+    device.unmap(addresses, nbytes)
     device.release(chunk)
 
 
