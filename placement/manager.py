@@ -516,8 +516,7 @@ class Manager:
         return self._stack.take_snapshot()
 
     def metrics(self, *, totals: bool = False) -> dict[str, float]:
-        """Figures for a trainer's own log, of the time since the last call: gigabytes (10**9
-        bytes), seconds, and counts. Takes no lock.
+        """Figures for a trainer's own log since the last call, in GB (10**9 bytes) and seconds.
 
         The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
         a table of them.

@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from placement.devices.base import Device
 from placement.devices.host.file_slab import check_directory
 from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect, settled
 from placement.devices.select import select_device
-from placement.forecasting.description import CYCLES, Link
+from placement.forecasting.description import CYCLES
 from placement.observe.discovery import views_of
 from placement.policies import Colocated
 
@@ -101,8 +100,8 @@ def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
         added["findings"] = *inspection.findings, str(error)
     room = min(inspection.free_bytes, inspection.host_available_bytes)
     transitions = _transitions(device, min(nbytes, room // 4), inspection.link)
-    # weights, gradients, and moments of twice as many bytes
-    streamed_byte = _streamed(device, min(2 * nbytes, room // 8), inspection.link)
+    # it has gradients and moments, too; 8 GiB of moments are 16 buckets
+    streamed_byte = _streamed(device, min(4 * nbytes, room // 8), inspection.link)
     added["transitions"] = transitions.model_copy(update={"streamed_byte": streamed_byte})
     return inspection.model_copy(update=added)
 
@@ -192,13 +191,22 @@ def _nothing_moves(device: Device) -> float:
 
 
 def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
-    """The seconds for each byte that the streamed step of a model of `nbytes` takes beside its
-    copies: the driver maps memory more slowly while the link is busy."""
+    """The seconds for each byte that a streamed step takes beside its copies: the driver maps
+    memory more slowly while the link is busy. A step of a model of `nbytes` is compared with one of
+    half the size, because the first and the last buckets of both take as long."""
+    small_bytes, small_seconds = _timed_step(device, nbytes // 2)
+    large_bytes, large_seconds = _timed_step(device, nbytes)
+    of_a_byte = (large_seconds - small_seconds) / (large_bytes - small_bytes)
+    return max(0.0, of_a_byte - 1 / link.both_bytes_per_second)
+
+
+def _timed_step(device: Device, nbytes: int) -> tuple[int, float]:
+    """The bytes that a streamed step of a model of `nbytes` copies, and its median seconds."""
     model = _model(device.torch_device, nbytes).requires_grad_()
     adam = torch.optim.AdamW(model.parameters(), fused=True)
     manager = placement.Manager(device=device, policy=Colocated("streamed"))
     manager.register("actor", model, role="actor")
-    manager.register("actor.optimizer", adam)
+    optimizer = manager.register("actor.optimizer", adam)
 
     def step() -> list[float]:
         manager.enter("train")
@@ -213,23 +221,9 @@ def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
 
     try:
         (seconds,) = settled(step, _SPREAD)
+        return 2 * optimizer.host_bytes, seconds
     finally:
         manager.close()
-
-    def register(run: Any) -> None:
-        actor = _model(torch.device("meta"), nbytes).requires_grad_()
-        run.register("actor", actor, role="actor")
-        run.register("actor.optimizer", torch.optim.AdamW(actor.parameters()))
-
-    of_copies = placement.forecast(
-        register,
-        policy=Colocated("streamed"),
-        cycle=("log_prob", "train"),  # the first one loads the model
-        link=Link(**link.model_dump(), chunk_bytes=device.chunk_bytes),
-        work_seconds={"train": _PAUSE_SECONDS},
-        device=device,
-    ).phases[1]
-    return max(0.0, seconds - (of_copies.stall_seconds or 0.0)) / of_copies.streamed_bytes
 
 
 def _model(device: torch.device, nbytes: int) -> torch.nn.ParameterList:
