@@ -82,6 +82,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
+def has_slow(config: pytest.Config) -> bool:
+    """Whether a run has the tests that are slow or of a sweep: those that are named always run."""
+    return (
+        config.getoption("slow")
+        or os.environ.get("SWEEP") == "all"
+        or any("::" in each for each in config.args)
+    )
+
+
 def is_slow(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("slow", "sweep"))
 
@@ -91,12 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    is_wanted = (
-        config.getoption("slow")
-        or os.environ.get("SWEEP") == "all"
-        or any("::" in each for each in config.args)
-    )
-    slow = [] if is_wanted else [item for item in items if is_slow(item)]
+    slow = [] if has_slow(config) else [item for item in items if is_slow(item)]
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not is_slow(item)]
@@ -118,7 +122,7 @@ def _freeze() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    import_before(*imports_of(file_of(item.nodeid)))
+    import_before(*imports_of(file_of(item.nodeid), has_slow(item.config)))
 
 
 @pytest.hookimpl(trylast=True)

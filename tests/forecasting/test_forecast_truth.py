@@ -24,9 +24,10 @@ from placement.phases import reconciler
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
 from tests.support.early import Early
+from tests.support.frameworks import needs
 from tests.support.sweeps import few
 
-transformers = pytest.importorskip("transformers")
+transformers = needs("transformers")
 
 MIB = 1 << 20
 RATE = 1e8
@@ -37,12 +38,6 @@ DECODER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-QWEN2 = transformers.Qwen2Config(
-    **DECODER, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
-)
-LLAMA = transformers.LlamaConfig(
-    **DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
-)
 OPTIMIZERS: Mapping[str, Any] = {
     "adamw": torch.optim.AdamW,
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -52,9 +47,24 @@ GRPO = {"actor": "adamw", "ref": None}
 PPO = {"actor": "adamw", "critic": "adamw", "ref": None, "reward": None}
 
 
+def qwen2() -> Any:
+    return transformers.Qwen2Config(
+        **DECODER,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(
+        **DECODER, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+    )
+
+
 @dataclass(frozen=True)
 class Case:
-    config: Any = None
+    make_config: Callable[[], Any] | None = None
     """None: a model of 2 MiB. Then AdamW has 4 MiB."""
     policy: Any = "colocated"
     cycle: Sequence[str] = CYCLES["grpo"]
@@ -74,17 +84,17 @@ class Case:
 
 
 LLAMA_PPO: dict[str, Any] = {
-    "config": LLAMA,
+    "make_config": llama,
     "cycle": CYCLES["ppo"],
     "roles": {**PPO, "critic": "sgd-momentum"},
 }
 CASES = {
-    "GRPO, colocated": Case(QWEN2),
+    "GRPO, colocated": Case(qwen2),
     "PPO, resident, a budget": Case(policy="resident", budget=6_500_000, **LLAMA_PPO),
     "PPO, colocated": Case(**LLAMA_PPO),
-    "weights are streamed": Case(QWEN2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
+    "weights are streamed": Case(qwen2, "colocated(stream_sync=True)", roles={"actor": "sgd"}),
     "an engine of its own, resident": Case(
-        QWEN2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
+        qwen2, "resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}
     ),
     "the optimizer in its step": Case(
         None, "colocated(optimizer_in='optimizer_step')", ("log_prob", "train", "optimizer_step")
@@ -185,12 +195,12 @@ def net() -> torch.nn.Module:
 
 
 def model(case: Case, role: str) -> torch.nn.Module:
-    if case.config is None:
+    if case.make_config is None:
         return net()
-    auto = transformers.AutoModelForCausalLM
+    config, auto = case.make_config(), transformers.AutoModelForCausalLM
     if role in ("critic", "reward"):
-        case.config.num_labels, auto = 1, transformers.AutoModelForTokenClassification
-    made = auto.from_config(case.config, dtype=case.dtype)
+        config.num_labels, auto = 1, transformers.AutoModelForTokenClassification
+    made = auto.from_config(config, dtype=case.dtype)
     assert isinstance(made, torch.nn.Module)
     return made
 
@@ -313,7 +323,7 @@ def test_the_rows_of_a_forecast_that_stall_are_those_of_the_metric(
 
 
 def test_a_phase_that_the_manager_refuses_is_told() -> None:
-    case = Case(QWEN2, budget=1_000_000)
+    case = Case(qwen2, budget=1_000_000)
     told = forecast(case)
     assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
     refused = told.phase("train")
@@ -346,7 +356,7 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     less: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(QWEN2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
+    case = Case(qwen2, policy, dtype=torch.float32, chunk_bytes=512 << 10, sleeps={phase: seconds})
     told = forecast(case)
     measured = measure(case, 3, LinkClock(monkeypatch))[0][-1]
     for has, each in zip(measured, told.phases, strict=True):
@@ -382,7 +392,7 @@ def mesh_of(num_ranks: int, name: str) -> Iterator[Any]:
 def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    made = transformers.AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
+    made = transformers.AutoModelForCausalLM.from_config(llama(), dtype=torch.float32)
     told = parts_of(made, 7)
     with mesh_of(7, "dp") as mesh:
         for layer in made.model.layers:

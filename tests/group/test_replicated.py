@@ -123,7 +123,8 @@ def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 
 
-@pytest.mark.parametrize("failing", few([0, 1], 1))
+@pytest.mark.sweep
+@pytest.mark.parametrize("failing", [0, 1])
 def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
     three: Ranks, generation: int, failing: int, counted: Callable[[str], None]
 ) -> None:

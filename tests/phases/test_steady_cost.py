@@ -115,6 +115,7 @@ def _plain_counting() -> Iterator[None]:
     base.remove(Carrying)
 
 
+@pytest.mark.sweep  # the two below count the calls of smaller jobs
 def test_a_switch_of_two_handles_that_stay_costs_the_same_for_many_tensors_as_for_few() -> None:
     """And a training's end asks a few parameters for their gradient, and whether each is a leaf,
     which torch wants to be asked first."""

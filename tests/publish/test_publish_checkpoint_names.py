@@ -13,9 +13,10 @@ import torch
 
 from placement import Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.frameworks import needs
 from tests.support.worker import assert_same
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = needs("transformers", at_least="5")
 safetensors = pytest.importorskip("safetensors.torch")
 
 SIZES: dict[str, Any] = {

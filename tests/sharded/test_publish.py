@@ -32,7 +32,7 @@ from tests.sharded import one_of_each
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, placed, read, wanted_of
 from tests.support.ranks import Ranks, on_ranks
-from tests.support.sweeps import diagonal, few
+from tests.support.sweeps import diagonal
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,8 @@ def _changes_beside_a_failure(operation: str) -> None:
     assert failed
 
 
-@pytest.mark.parametrize("operation", few(["copy", "sync"], "copy"))
+@pytest.mark.sweep  # tests/publish/test_publish_changes.py has one rank
+@pytest.mark.parametrize("operation", ["copy", "sync"])
 def test_an_offload_that_fails_on_one_rank_loses_no_change_on_any(
     two_ranks: Ranks, operation: str
 ) -> None:

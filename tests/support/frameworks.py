@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 
 class Later:
@@ -26,9 +28,9 @@ class Later:
             return getattr(importlib.import_module(self._name), attribute)
 
 
-def needs(name: str) -> Any:
+def needs(name: str, at_least: str = "") -> Any:
     """For the head of a test file: the module, to be imported later; skips the file where its
-    package is not installed."""
+    package is not installed, or has an older version."""
     package = ".".join(name.split(".")[:2])  # to look for a module imports the packages around it
     try:
         is_there = importlib.util.find_spec(package) is not None
@@ -38,6 +40,8 @@ def needs(name: str) -> Any:
         is_there = False
     if not is_there:
         pytest.skip(f"{package} is not installed here", allow_module_level=True)
+    if at_least and Version(version(package)) < Version(at_least):
+        pytest.skip(f"{package} is older than {at_least} here", allow_module_level=True)
     return Later(name)
 
 

@@ -67,13 +67,11 @@ _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.c
 _IMPORTS = {
     "ray": ("ray",),
     # one scope: a process takes what is imported for its first one alone
-    "sharded": (
-        *("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),
-        "tests.integrations.verl.imported",
-    ),
+    "sharded": ("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),
 }
 """What ranks of these scopes import that takes seconds."""
-
+_IMPORTS_OF_SWEEPS = {"sharded": ("tests.integrations.verl.imported",)}
+"""And what only those of sweeps import."""
 
 _SPLIT = ("tests/faults/test_allocations.py", "tests/faults/test_interrupts.py")
 """Files that take minutes, of tests that share nothing: each test runs where there is room."""
@@ -84,9 +82,10 @@ def scope_of(place: str) -> str:
     return "ray" if place.startswith("tests/ray/") else _SCOPES.get(place, place)
 
 
-def imports_of(place: str) -> tuple[str, ...]:
-    """The modules that the processes of a scope need."""
-    return _IMPORTS.get(scope_of(place), ())
+def imports_of(place: str, has_sweeps: bool) -> tuple[str, ...]:
+    """The modules that the processes of a scope need, in a run with sweeps or without."""
+    scope = scope_of(place)
+    return _IMPORTS.get(scope, ()) + (_IMPORTS_OF_SWEEPS.get(scope, ()) if has_sweeps else ())
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -3,7 +3,8 @@
 Cases that run a path which others run, too, with other values, are marked `sweep`. What remains has
 each value at least once, so that a fault of one value shows without --slow; a fault of two values
 together shows in CI. A whole test is marked where it takes seconds, and the tests beside it run
-most of what it does; or where it needs a package of the system (tests/system_packages.sh).
+most of what it does; where it imports Ray or verl; or where it needs a package of the system
+(tests/system_packages.sh).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ needs("ray")
 needs("verl")
 needs("transfer_queue")
 needs("torchdata")
+pytestmark = pytest.mark.sweep
 
 SECONDS = 400.0
 """Ten processes import verl, one after the other, on a busy machine."""

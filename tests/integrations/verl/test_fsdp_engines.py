@@ -40,9 +40,9 @@ from tests.support.frameworks import needs
 from tests.support.ranks import Ranks, on_ranks
 
 needs("verl")
+pytestmark = pytest.mark.sweep
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 @on_ranks("one_rank")
 def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy: str) -> None:
@@ -90,7 +90,6 @@ def test_weights_that_are_read_given_up_or_never_asked_for(model: Path, strategy
     placed.check()
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_manual_control(model: Path) -> None:
     """The states of actor and optimizer after each call of `to`, with batches in between that move
@@ -166,7 +165,6 @@ class _Refused(Exception):
     """The error that a test raises in the middle of a call."""
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     """And the next calls compute what verl's own worker computes."""
@@ -221,7 +219,6 @@ def test_errors_in_the_middle_leave_nothing_behind(model: Path, tmp_path: Path) 
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     own, placed = both = pair(model, strategy="fsdp")
@@ -242,7 +239,6 @@ def test_reset_replaces_model_and_optimizer(model: Path) -> None:
     assert list(placed.manager.handles) == ["actor", "actor.optimizer"]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "offload"),
     [("fsdp2", (True, False)), ("fsdp", (False, True))],
@@ -297,12 +293,8 @@ def test_an_engine_that_stays_verls_own_says_why(
     ("keywords", "expected"),
     [
         ({"strategy": "fsdp2"}, (SYNC, False)),
-        pytest.param({"strategy": "fsdp"}, (GPU, True), marks=pytest.mark.sweep),
-        pytest.param(
-            {"strategy": "fsdp2", "lora": lora_of(merge=True)},
-            (GPU, True),
-            marks=pytest.mark.sweep,
-        ),
+        ({"strategy": "fsdp"}, (GPU, True)),
+        ({"strategy": "fsdp2", "lora": lora_of(merge=True)}, (GPU, True)),
     ],
     ids=["fsdp2", "fsdp", "lora"],
 )
@@ -342,7 +334,6 @@ KINDS: dict[str, dict[str, Any]] = {
 FSDP2 itself."""
 
 
-@pytest.mark.sweep  # the steps of one rank are compared above
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("two_ranks")
 def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, kind: str) -> None:
@@ -376,7 +367,6 @@ def test_steps_and_checkpoints_are_those_of_verl(model: Path, tmp_path: Path, ki
     }
 
 
-@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     """verl's `hf_model`. Not FSDP1, which gathers for it what it has already freed where gloo
@@ -398,7 +388,6 @@ def test_checkpoints_for_transformers(model: Path, tmp_path: Path) -> None:
     assert all(mine[name] != value for name, value in first.items())
 
 
-@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_lora(model: Path) -> None:
     needs("peft")
@@ -527,7 +516,6 @@ def syncs(model: Path, lr: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("lr", [1e-6, 1e-2])
 def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr: float) -> None:
     """What arrives is what arrives from verl's own offloading, bit for bit. No delta sync loads the
@@ -539,7 +527,6 @@ def test_delta_syncs_of_verl_send_what_changed(two_ranks: Ranks, model: Path, lr
     assert first["ours"] == first["own"]
 
 
-@pytest.mark.sweep
 @on_ranks("two_ranks")
 def test_a_model_that_is_trained_in_the_middle_of_a_delta_sync(model: Path) -> None:
     _, placed = pair(model)

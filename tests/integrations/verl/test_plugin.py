@@ -106,6 +106,7 @@ def test_no_module_imports_verl_when_it_is_imported() -> None:
     assert importing == set()
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_the_plugin_says_that_it_is_active_once() -> None:
     needs("verl")
@@ -122,6 +123,7 @@ def test_the_plugin_says_that_it_is_active_once() -> None:
         assert records == ([told] if is_chosen else [])
 
 
+@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() -> None:
     needs("verl")
@@ -147,6 +149,7 @@ def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for() 
         register_engines()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("has_sglang", [True, False])
 @on_ranks("one_rank")
 def test_the_rollouts_that_are_handles(has_sglang: bool) -> None:

@@ -26,6 +26,7 @@ from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
 
 needs("verl")
+pytestmark = pytest.mark.sweep
 placed._PATIENCE_SECONDS = 0.05  # what the driver gives back is free at once here
 
 
@@ -181,18 +182,14 @@ def file(tmp_path: Path) -> Path:
     ("rollout", "options", "synced", "awake_bytes", "calls"),
     [
         ("vllm", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["vllm"]]),
-        pytest.param(
-            *("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
-            marks=pytest.mark.sweep,
-        ),
+        ("sglang", {}, SYNCED, sum(BYTES.values()), [*_WOKEN, SLEEP["sglang"]]),
         # It serves an adapter, and keeps its base weights.
-        pytest.param(
+        (
             "sglang",
             {"lora_rank": 4},
             ["", "kv_cache"],
             BYTES["kv_cache"],
             ["wake_up kv_cache", "sleep kv_cache"],
-            marks=pytest.mark.sweep,
         ),
     ],
     ids=["vllm", "sglang", "adapter"],
@@ -410,7 +407,6 @@ def test_an_sglang_that_dies_is_not_asked_again(model: Path, file: Path) -> None
     assert job.replica.calls == _WOKEN
 
 
-@pytest.mark.sweep
 @each_rollout
 @on_ranks("two_ranks")
 def test_a_replica_over_two_ranks(model: Path, file: Path, rollout: str) -> None:

@@ -27,12 +27,11 @@ from tests.integrations.verl.subject import (
 from tests.sharded.training import as_bytes, bytes_of, local_parts
 from tests.support.frameworks import needs
 from tests.support.ranks import on_ranks
-from tests.support.sweeps import few
 
 needs("verl")
+pytestmark = pytest.mark.sweep
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_actor_reference_and_critic_in_one_process(model: Path) -> None:
     """With one manager, in phases that are opened and closed in any order."""
@@ -150,7 +149,6 @@ def lora(model: Path, keywords: dict[str, Any], merge: bool) -> None:
     assert placed.seen.states["publish"]["actor"] == SYNC
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("merge", "keywords"),
     [(False, {}), (True, {"offload_policy": True})],
@@ -162,7 +160,6 @@ def test_lora(model: Path, merge: bool, keywords: dict[str, Any]) -> None:
     lora(model, keywords, merge)
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_a_base_that_verl_moves_to_the_host_and_back(model: Path) -> None:
     """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of
@@ -242,7 +239,7 @@ def _places(subject: Subject) -> dict[str, tuple[torch.device, int]]:
 
 @pytest.mark.parametrize(
     "offload",
-    few([(True, True), (False, False)], (True, True)),
+    [(True, True), (False, False)],
     ids=["both flags", "no flag"],
 )
 @on_ranks("one_rank")
@@ -270,12 +267,10 @@ def test_what_fsdp2_places_is_tracked_and_never_moved(
 @pytest.mark.parametrize(
     ("keywords", "role"),
     [
-        pytest.param(
-            {"policy": "colocated('streamed', stream_sync=True)"}, "actor", marks=pytest.mark.sweep
-        ),
-        pytest.param({"policy": "resident"}, "actor", marks=pytest.mark.sweep),
+        ({"policy": "colocated('streamed', stream_sync=True)"}, "actor"),
+        ({"policy": "resident"}, "actor"),
         ({"forward_only": True, "offload": (False, False)}, "ref"),
-        pytest.param({"model_type": "value_model"}, "critic", marks=pytest.mark.sweep),
+        ({"model_type": "value_model"}, "critic"),
     ],
     ids=["streamed", "resident", "reference without flags", "critic"],
 )

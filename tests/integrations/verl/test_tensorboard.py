@@ -16,6 +16,7 @@ from tests.support.scalars import as_written, scalars
 
 needs("tensorboard")
 needs("verl")
+pytestmark = pytest.mark.sweep
 
 
 def logged(worker: Any, seed: int) -> dict[str, float]:
@@ -30,7 +31,6 @@ def logged(worker: Any, seed: int) -> dict[str, float]:
     return dict(reduce_metrics(rename_dict(metrics, "actor/")))
 
 
-@pytest.mark.sweep
 @on_ranks("one_rank")
 def test_verl(model: Path, tmp_path: Path) -> None:
     own, placed = pair(model)
