@@ -196,7 +196,7 @@ def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
     half the size, because the first and the last buckets of both take as long."""
     small_bytes, small_seconds = _timed_step(device, nbytes // 2)
     large_bytes, large_seconds = _timed_step(device, nbytes)
-    of_a_byte = (large_seconds - small_seconds) / (large_bytes - small_bytes)
+    of_a_byte = (large_seconds - small_seconds) / max(1, large_bytes - small_bytes)
     return max(0.0, of_a_byte - 1 / link.both_bytes_per_second)
 
 

@@ -108,18 +108,24 @@ class Link(Frozen):
                 f"{path} has no link with rates; {advice} ({type(error).__name__}: {error})"
             ) from error
 
-    def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
-        """The seconds that a phase transition takes beside its copies."""
+    def seconds_beside(
+        self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int, early_bytes: int
+    ) -> float:
+        """The seconds that a phase transition takes beside its copies. `early_bytes`: the part of
+        `loaded_bytes` that came before it."""
         beside = self.transitions
         if beside is None:
             return 0.0
         if not (loaded_bytes or offloaded_bytes or skipped_bytes):
             return beside.alone
+        # memory goes back while the bytes that come are copied
+        loading_seconds = (loaded_bytes - early_bytes) / self.to_device_bytes_per_second
+        skipping_seconds = max(0.0, skipped_bytes * beside.skipped_byte - loading_seconds)
         return (
             beside.moving
             + loaded_bytes * beside.loaded_byte
             + offloaded_bytes * beside.offloaded_byte
-            + skipped_bytes * beside.skipped_byte
+            + skipping_seconds
         )
 
     def seconds_beside_steps(self, streamed_bytes: int) -> float:

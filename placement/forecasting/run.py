@@ -230,7 +230,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         views = self._views()
         link = self._device.link
         if link is not None:
-            stall_seconds += link.seconds_beside(*self._moved_by_manager(moved)[:3])
+            stall_seconds += link.seconds_beside(*self._moved_by_manager(moved))
         work_seconds = self._work_seconds.get(phase.name)
         gradient_bytes = 0
         streamed = Moved()

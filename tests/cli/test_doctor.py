@@ -104,6 +104,12 @@ def test_phase_transitions_are_timed_and_leave_nothing() -> None:
     assert "if anything moves" not in table(inspect(looked_at, CHUNK))
 
 
+def test_a_single_byte_is_too_little_to_time_a_streamed_step_by() -> None:
+    transitions = examine(device(), 1).transitions
+    assert transitions is not None
+    assert transitions.streamed_byte >= 0
+
+
 def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnTheBus(SimulatedDevice):
         pci_address = "0000:3b:00.0"

@@ -126,7 +126,7 @@ def test_what_is_no_link_says_how_to_make_one(content: str | None, tmp_path: Pat
 
 
 def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
-    """Counted by hand: the reference comes; it leaves unchanged, and the actor comes; nothing
+    """Counted by hand: the reference comes; it leaves unchanged while the actor comes; nothing
     moves; the actor leaves changed."""
     seconds = TransitionSeconds(
         alone=1.0, moving=5.0, loaded_byte=1e-7, offloaded_byte=2e-7, skipped_byte=3e-7
@@ -153,7 +153,10 @@ def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
     more = [
         with_it - without for with_it, without in zip(measured, stalls(Link(**rates)), strict=True)
     ]
-    assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
+    megabytes = 4.194304
+    assert more == pytest.approx(
+        [5 + 0.1 * megabytes, 5 + (0.1 + 0.3 - 0.001) * megabytes, 1.0, 5 + 0.2 * megabytes]
+    )
 
 
 def test_what_streamed_steps_take_beside_their_copies_is_in_the_stall() -> None:

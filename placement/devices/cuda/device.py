@@ -274,14 +274,17 @@ class CudaDevice(Device):
         current = torch.cuda.current_stream(self.torch_device)
         # before `current` waits for every copy: work after one copy must not wait for others
         self._following.wait_stream(current)
-        begin = current.record_event(torch.cuda.Event(enable_timing=True))
+        is_load = direction == "to_device"
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if is_load:
+            current.record_event(begin)
         for stream in (
             *(self._streams.values() if direction is None else (self._streams[direction],)),
             self._following,
         ):
             current.wait_stream(stream)
-        if direction == "to_device":
-            end = current.record_event(torch.cuda.Event(enable_timing=True))
+        if is_load:
+            current.record_event(end)
             self._waits.append((begin, end))
 
     def waited_seconds(self) -> float:
