@@ -75,6 +75,7 @@ class PhaseSpan:
     end_seconds: float
     # the handles that the phase was for, as in `manager.phase(name, only=...)`; None: all
     only: tuple[str, ...] | None = None
+    arrival_seconds: float = 0.0  # see `Journal.arrival_seconds`, when the span ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class Journal:
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
+        # the part of all stalls in which the device's own work waited for bytes, and not the host
+        self.arrival_seconds = 0.0
         # the most device bytes that the handles have held together, by phase: since the start, and
         # since `observe.figures` was asked, with the counters at that time
         self.peak_bytes: dict[str, int] = {}
@@ -209,7 +212,8 @@ class Journal:
 
     def _open_span(self) -> PhaseSpan:
         """The span of the present phase, up to now."""
-        return PhaseSpan(self.phase, self._phase_since, time.monotonic(), self._only)
+        now = time.monotonic()
+        return PhaseSpan(self.phase, self._phase_since, now, self._only, self.arrival_seconds)
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
         """The recent spans, oldest first. The open span is closed at the present moment."""

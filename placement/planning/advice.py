@@ -57,11 +57,11 @@ class Advisor:
         try:
             spans = self._journal.phase_spans()
             if length := length_of_step(spans):
-                self._tell(spans[-length:])
+                self._tell(spans[-length:], before=spans[-length - 1])
         except Exception as error:  # a plan that does not fit, too
             logger.debug("no advice about policies: %s", str(error))
 
-    def _tell(self, spans: Sequence[PhaseSpan]) -> None:
+    def _tell(self, spans: Sequence[PhaseSpan], before: PhaseSpan) -> None:
         """Tell what would have been saved in the step of these spans, if that is worth a line."""
         copied: dict[tuple[str, Trigger], int] = {}
         copied_bytes = 0
@@ -89,6 +89,7 @@ class Advisor:
         saved_bytes = own.copied_bytes - other.copied_bytes
         saved_engine_bytes = own.engine_bytes - other.engine_bytes
         copy_seconds = sum(seconds for _, seconds in seconds_of_copies)
+        copy_seconds += spans[-1].arrival_seconds - before.arrival_seconds
         saved_seconds = copy_seconds * saved_bytes / max(1, own.copied_bytes)
         saved_seconds += engine_seconds * saved_engine_bytes / max(1, own.engine_bytes)
         least_seconds = max(_LEAST_SECONDS, _LEAST_SHARE * step_seconds)

@@ -273,6 +273,23 @@ def test_one_line_names_the_policy_under_which_a_step_copies_what_it_promises(
     assert len(advice_in(caplog)) == 1
 
 
+def test_waits_of_kernels_for_bytes_count_as_seconds_of_the_moves(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised_seconds = []
+    for waited_seconds in (0.0, 1.0):
+        monkeypatch.setattr(SimulatedDevice, "waited_seconds", lambda _, s=waited_seconds: s)
+        job = Job()
+        for _ in range(5):
+            job.step()
+        job.close()
+        (line,) = advice_in(caplog)
+        caplog.clear()
+        promised_seconds.append(float(line.getMessage().split("saved ")[1].split(" s")[0]))
+    without, with_waits = promised_seconds
+    assert with_waits >= without + 1.0
+
+
 def test_of_several_ranks_the_first_tells_it_for_the_least_budget(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
