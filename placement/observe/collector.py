@@ -155,8 +155,8 @@ _OF_WORKER = (
     ),
     _Metric(
         "placement_phase_stall_seconds_total",
-        "Seconds that the worker waited for moves in the phase transitions to each phase (idle: "
-        "leaving the outermost one), without the time for its own kernels.",
+        "Seconds that the worker, and then its kernels, waited for moves in the phase transitions "
+        "to each phase (idle: leaving the outermost one), without the time for its own kernels.",
         "phase",
     ),
     _Metric(
@@ -230,7 +230,7 @@ class SnapshotCollector:
         handles = [((handle.name, handle.kind), handle) for handle in snapshot.handles]
         durations = HistogramMetricFamily(
             "placement_transition_duration_seconds",
-            "Seconds that a move or a weight sync took.",
+            "Seconds that a move or a weight sync took the worker. Bytes of a load may come later.",
             labels=("operation",),
         )
         # prometheus_client adds _info to these two names.
