@@ -289,6 +289,8 @@ class CudaDevice(Device):
 
     def waited_seconds(self) -> float:
         seconds = 0.0
+        if not self._waits or self.is_capturing():  # a query would break the capture
+            return seconds
         while self._waits and self._waits[0][1].query():
             begin, end = self._waits.popleft()
             seconds += begin.elapsed_time(end) / 1e3
