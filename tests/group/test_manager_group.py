@@ -390,7 +390,7 @@ def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train
 @pytest.mark.parametrize(
     ("world_size", "skips"),
     [
-        pytest.param(2, [{0}, {1}, {0}], id="in turns"),
+        pytest.param(2, [{0}, {1}, {0}], id="in turns", marks=pytest.mark.sweep),
         pytest.param(3, [{1, 2}], id="two of three"),
         pytest.param(3, [{2}, {0, 2}], id="one twice, one once"),
     ],
