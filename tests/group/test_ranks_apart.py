@@ -97,7 +97,14 @@ def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(polic
     assert [parameter.grad for rank in ranks for parameter in rank.actor.parameters()] == [None] * 4
 
 
-@pytest.mark.parametrize(("operation", "at"), [("sync", 3), ("host", 1), ("map", 3)])
+@pytest.mark.parametrize(
+    ("operation", "at"),
+    [
+        ("sync", 3),
+        pytest.param("host", 1, marks=pytest.mark.sweep),
+        pytest.param("map", 3, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_failed_change_leaves_no_cycle_that_holds_tensors(operation: str, at: int) -> None:
     """Else the gradients of the step before stay alive, and an audit finds references to them,
     until garbage is collected."""
