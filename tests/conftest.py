@@ -1,36 +1,19 @@
-"""What holds for every test: seeded, no settings from the caller's environment, GPU tests only
-where there is a GPU.
-
-A test against a framework that is not installed is skipped and says so, also where a rank of it has
-looked for the framework.
+"""Options of a run, and its order. No settings come from the caller's environment; what holds for
+each test is in `tests/support/around_tests.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
-import importlib.util
 import os
-import re
 import shutil
-import signal
-import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from placement.registration import streamed_optimizer
-from tests.support import nothing_left
-from tests.support.durations import Recorder, file_of
-from tests.support.forked import import_before
-from tests.support.order import imports_of, make_scheduler, ordered
-from tests.support.programs import Programs
-from tests.support.ranks import RankError, Ranks
-from tests.support.seeds import seed
-from tests.support.worker import Worker
+from tests.support.durations import Recorder
+from tests.support.order import make_scheduler
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a
 # test, also for what it starts.
@@ -38,9 +21,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's stores look up the name of each peer, a loopback one too, and serve nobody in the
 # meantime: 5 s where a name server does not answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
-torch.set_num_threads(1)
-# A shell starts what runs in its background with this signal ignored.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 # Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where
 # that has room.
 _MEMORY, _ROOM_BYTES = "/dev/shm", 1 << 30
@@ -51,21 +31,7 @@ if (
 ):
     os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY
 
-# Before a test file is read, whose settings begin with these, and before `_freeze`: hypothesis asks
-# who refers to what it is given, which nobody can say of what is frozen.
-with contextlib.suppress(ImportError):
-    importlib.import_module("tests.support.profiles")
-
 COUNTED = "counted"
-_BUCKET_BYTES = streamed_optimizer.BUCKET_BYTES
-_WATCHED = pytest.StashKey[nothing_left.Watched]()
-_looked_at: dict[str, int] = {}
-_PACKAGES = (
-    "accelerate|bitsandbytes|datasets|deepspeed|dill|megatron|megatron_fsdp|multiprocess|omegaconf"
-    "|pandas|peft|pyarrow|ray|tensordict|torchao|trl|veomni|verl|xxhash"
-)
-_FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
-"""Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,98 +44,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("record_durations") and not hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        # Most of what is imported stays: nobody looks for garbage until the tests are known.
+        gc.disable()
+        config.pluginmanager.import_plugin("tests.support.around_tests")
+    if config.getoption("record_durations") and not is_worker:
         config.pluginmanager.register(Recorder())
-
-
-def has_slow(config: pytest.Config) -> bool:
-    """Whether a run has the tests that are slow or of a sweep: those that are named always run."""
-    return (
-        config.getoption("slow")
-        or os.environ.get("SWEEP") == "all"
-        or any("::" in each for each in config.args)
-    )
-
-
-def is_slow(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("slow", "sweep"))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if needs_gpu and not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=needs_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    slow = [] if has_slow(config) else [item for item in items if is_slow(item)]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not is_slow(item)]
-    items[:] = ordered(items)
-
-
-def pytest_collection_finish() -> None:
-    _freeze()
-
-
-def _freeze() -> None:
-    """Collections in the tests look at what tests make, and not at what torch and a framework are
-    made of: ten times as fast."""
-    if len(sys.modules) > _looked_at.get("modules", 0) + 20:
-        gc.collect()
-        gc.freeze()
-        _looked_at["modules"] = len(sys.modules)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    import_before(*imports_of(file_of(item.nodeid), has_slow(item.config)))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    _freeze()  # what the test has imported
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return make_scheduler(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, Any, Any]:
-    try:
-        return (yield)
-    except (ModuleNotFoundError, RankError) as error:
-        missing = _FRAMEWORK.search(str(error))
-        if missing is None or importlib.util.find_spec(missing[1].partition(".")[0]) is not None:
-            raise  # a part that is missing from an installed package is a failure
-        pytest.skip(f"{missing[1]} is not installed here")
-
-
-@pytest.fixture(autouse=True)
-def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Knows the managers of a test and of its fixtures. `pytest_pyfunc_call` checks them while
-    those fixtures are still there.
-
-    Tests on a GPU end by the fixtures of tests/gpu, which also look at what the driver says.
-    """
-    if request.node.get_closest_marker("leaves_behind") or request.node.get_closest_marker("gpu"):
-        yield
-        return
-    looks_at_what_is_collected = not {"gc", "weakref"}.isdisjoint(vars(request.module))
-    with nothing_left.watched(holds=not looks_at_what_is_collected) as request.node.stash[_WATCHED]:
-        yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Every test that has passed: its managers are in order, and nothing is left on their
-    devices."""
-    answer = yield
-    if _WATCHED in pyfuncitem.stash:
-        for manager in pyfuncitem.stash[_WATCHED].managers():
-            nothing_left.check(manager)
-    return answer
 
 
 @pytest.fixture
@@ -180,37 +66,6 @@ def counted(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append((COUNTED, text))
 
     return note
-
-
-@pytest.fixture
-def worker() -> Worker:
-    """See `Worker`. A test that looks at what is collected makes its own."""
-    return Worker()
-
-
-@pytest.fixture(scope="session")
-def programs() -> Iterator[Programs]:
-    """Interpreters of their own, for programs whose end is looked at."""
-    programs = Programs()
-    yield programs
-    programs.close()
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    """Two processes with a gloo process group; `run(function, ...)` calls a function on both."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def one_rank() -> Iterator[Ranks]:
-    """One process with a process group of its own: what a framework does differently in a world of
-    one."""
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -227,16 +82,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("cases in each sweep")
         for line in lines:
             terminalreporter.line(line)
-
-
-@pytest.fixture(autouse=True)
-def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same random numbers for every test, the ordinary buckets of streamed steps, and none of
-    the caller's PLACEMENT_* variables."""
-    streamed_optimizer.BUCKET_BYTES = _BUCKET_BYTES
-    for name in os.environ:
-        if name.startswith("PLACEMENT_"):
-            monkeypatch.delenv(name)
-    seed(0)
-    # a test that interrupts at every bytecode can hit torch's own switch
-    torch.set_grad_enabled(True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from placement import PlacementError
-from placement.cli import main
+from placement.cli import doctor, main
 from placement.cli.doctor import examine, table
 from placement.devices import inspection
 from placement.devices.host.slab import Slab
@@ -29,6 +29,7 @@ def device(capacity_bytes: int = 64 * CHUNK, **keywords: object) -> SimulatedDev
 def _is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     # whoever looks at figures waits until they have settled
     monkeypatch.setattr(inspection, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "_PAUSE_SECONDS", 0.0)
 
 
 def test_a_healthy_device() -> None:
@@ -104,6 +105,7 @@ def test_phase_transitions_are_timed_and_leave_nothing() -> None:
     assert "if anything moves" not in table(inspect(looked_at, CHUNK))
 
 
+@pytest.mark.sweep  # a step is timed with more bytes above
 def test_a_single_byte_is_too_little_to_time_a_streamed_step_by() -> None:
     transitions = examine(device(), 1).transitions
     assert transitions is not None

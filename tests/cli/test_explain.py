@@ -46,7 +46,11 @@ def test_colocated() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "worker_role"),
-    [("resident", "trainer"), ("async_rollout", "rollout"), ("cyclic", "hybrid")],
+    [
+        ("async_rollout", "rollout"),
+        pytest.param("resident", "trainer", marks=pytest.mark.sweep),
+        pytest.param("cyclic", "hybrid", marks=pytest.mark.sweep),
+    ],
 )
 def test_every_shipped_policy_fills_an_aligned_table_within_115_columns(
     policy: str, worker_role: str

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import placement
 from placement import checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.sweeps import few
 from tests.support.worker import assert_same, learn, net
 
 Result = TypeVar("Result")
@@ -100,9 +101,14 @@ MODES: dict[str, Inside[Any]] = {
     "functionalize": transformed(torch.func.functionalize),
     "all at once": under(all_at_once),
 }
-SHOWN = ("inference_mode", "default device", "dispatch mode", "vmap", "functionalize")
+SHOWN = ("vmap", "functionalize")
 """The others run in CI alone, and here all of them together, as "streamed"."""
 every_mode = pytest.mark.parametrize("inside", MODES.values(), ids=MODES.keys())
+a_few_modes = pytest.mark.parametrize(
+    "inside",
+    few(MODES.values(), *(MODES[name] for name in (*SHOWN, "all at once"))),
+    ids=MODES.keys(),
+)
 
 
 class Life:
@@ -211,7 +217,7 @@ def test_every_byte_is_what_it_is_outside_the_mode(
     )
 
 
-@every_mode
+@a_few_modes
 def test_a_state_that_is_read_into_an_unborn_optimizer_is_what_was_saved(
     inside: Inside[Any], plain: tuple[list[Any], Path]
 ) -> None:

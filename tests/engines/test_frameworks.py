@@ -201,7 +201,7 @@ def refuses_what_it_should(rig: Rig) -> None:
     "engine",
     few(
         [name for name in MADE if name not in ("plain", "compiled", "ddp")],
-        *("fsdp2", "cpu_offload", "tensor_parallel"),
+        *("fsdp2", "tensor_parallel"),
     ),
 )
 def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(

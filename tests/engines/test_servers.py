@@ -28,7 +28,7 @@ from tests.engines.standin import (
     Vllm024,
     Vllm033,
 )
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 
 SIZES = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
 every_server = pytest.mark.parametrize(
@@ -474,8 +474,10 @@ def test_the_trainer_goes_on_without_a_server_that_has_ended(start: Start) -> No
     assert_nothing_resident(job.manager)
 
 
-@pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
-@pytest.mark.parametrize("trap", ["500", "hang"])
+@pytest.mark.parametrize(
+    ("trap", "route"),
+    diagonal(["500", "hang"], ["/release_memory_occupation", "/resume_memory_occupation"]),
+)
 def test_no_answer_that_tells_what_happened(route: str, trap: str, start: Start) -> None:
     job = start(Sglang0523, deadline_seconds=1.0)
     with job.manager.phase("weight_sync") as step:

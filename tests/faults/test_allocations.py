@@ -35,7 +35,7 @@ from tests.faults.harness import (
     hidden_bytes,
 )
 from tests.support.early import Foresight
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 from tests.support.threads import until
 
 STEPS = 2
@@ -122,8 +122,12 @@ def make_extra() -> tuple[nn.Module, list[bytes]]:
     return extra, [as_bytes(tensor) for tensor in extra.state_dict().values()]
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
-@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
+@pytest.mark.parametrize(
+    ("operation", "forever"),
+    diagonal(
+        ["host", "reserve", "create", "map", "copy", "sync"], {"once": False, "forever": True}
+    ),
+)
 def test_every_call_of_register_failed(
     operation: str, forever: bool, counted: Callable[[str], None]
 ) -> None:

@@ -234,7 +234,7 @@ def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "operation",
     few(
         OPERATIONS,
-        *("entry", "register", "streamed_step"),
+        *("entry", "streamed_step"),
     ),
 )
 def test_interrupted_at_lines(

@@ -23,6 +23,7 @@ from placement.testing import InjectedFault
 from tests.support.buckets import set_bucket_bytes
 from tests.support.kernel_device import KernelDevice, kernels_noted
 from tests.support.late_device import LateDevice
+from tests.support.sweeps import few
 from tests.support.worker import Worker, assert_same, learn
 
 pytestmark = pytest.mark.leaves_behind("each case is looked at when it ends")
@@ -128,7 +129,13 @@ def test_steps_that_stream_their_state(
 
 
 @pytest.mark.parametrize(
-    ("operation", "forever"), [("host", False), ("reserve", False), ("copy", False), ("sync", True)]
+    ("operation", "forever"),
+    [
+        pytest.param("host", False, marks=pytest.mark.sweep),
+        pytest.param("reserve", False, marks=pytest.mark.sweep),
+        ("copy", False),
+        ("sync", True),
+    ],
 )
 def test_a_copy_to_new_host_memory_is_waited_for_before_that_is_given_up(
     operation: str, *, forever: bool
@@ -222,7 +229,7 @@ ENDS: dict[str, Callable[[Worker], None]] = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", few(ENDS, "close on the device", unregister.__name__))
 def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(
     end: str,
 ) -> None:

@@ -105,9 +105,9 @@ def state(optimizer: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("fraction", "overlap", "sgd", "in_fp32"),
     [
-        (0.0, False, False, True),
+        pytest.param(0.0, False, False, True, marks=pytest.mark.sweep),
         (0.5, True, True, True),
-        (0.5, False, False, True),
+        pytest.param(0.5, False, False, True, marks=pytest.mark.sweep),
         (1.0, True, False, False),
     ],
 )

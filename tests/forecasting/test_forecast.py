@@ -84,11 +84,15 @@ def test_a_link_is_as_slow_as_its_slower_direction() -> None:
     assert Link.of(link) is link
 
 
-def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
-    from placement.cli.doctor import examine
+def test_the_doctors_file_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from placement.cli import doctor
+    from placement.devices import inspection
 
+    # whoever looks at figures waits until they have settled
+    monkeypatch.setattr(inspection, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "_PAUSE_SECONDS", 0.0)
     device = select_device("simulated:64MiB")
-    found = examine(device, MIB)
+    found = doctor.examine(device, MIB)
     device.close()
     path = tmp_path / "doctor.json"
     path.write_text(found.model_dump_json())

@@ -346,7 +346,10 @@ def aside(*phases: str) -> Early:
     ("seconds", "policy", "phase", "less"),
     [
         (0.005, aside("log_prob"), "log_prob", {"train"}),
-        (1.0, aside("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
+        pytest.param(
+            *(1.0, aside("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_bytes_that_move_under_the_work_stall_nobody(

@@ -21,6 +21,7 @@ from placement.core.errors import GroupError, PhaseError, PolicyError
 from placement.group import Group, StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.manager_ranks import Rank, enter, groups_of, meet, ranks_of
+from tests.support.sweeps import diagonal
 from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK
 
@@ -65,11 +66,19 @@ class Frozen(Exception):
     code: int
 
 
-@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
-    "error",
-    [ZeroDivisionError("the user's"), Frozen(7), GroupError("of another group", {0: "x"})],
-    ids=repr,
+    ("error", "failing"),
+    diagonal(
+        {
+            repr(error): error
+            for error in (
+                ZeroDivisionError("the user's"),
+                Frozen(7),
+                GroupError("of another group", {0: "x"}),
+            )
+        },
+        [0, 1],
+    ),
 )
 def test_an_exception_of_the_user_on_one_rank(failing: int, error: Exception) -> None:
     """Through two of its phases, and through one of a manager with a group of its own."""
@@ -390,7 +399,7 @@ def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train
 @pytest.mark.parametrize(
     ("world_size", "skips"),
     [
-        pytest.param(2, [{0}, {1}, {0}], id="in turns"),
+        pytest.param(2, [{0}, {1}, {0}], id="in turns", marks=pytest.mark.sweep),
         pytest.param(3, [{1, 2}], id="two of three"),
         pytest.param(3, [{2}, {0, 2}], id="one twice, one once"),
     ],

@@ -30,7 +30,7 @@ from tests.group.fault_worker import join_store
 from tests.group.manager_ranks import Rank, groups_of, ranks_of
 from tests.group.processes import Processes, StoreService
 from tests.support.buckets import set_bucket_bytes
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 from tests.support.threads import in_threads, on_all
 from tests.support.trainer import CHUNK, WIDTH
 
@@ -49,8 +49,9 @@ def step(rank: Rank) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("budget_bytes", [None, TIGHT_BYTES], ids=["room", "tight"])
-@pytest.mark.parametrize("policy", KEEPING)
+@pytest.mark.parametrize(
+    ("policy", "budget_bytes"), diagonal(KEEPING, {"room": None, "tight": TIGHT_BYTES})
+)
 def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(
     policy: str, budget_bytes: int | None
 ) -> None:
@@ -96,7 +97,14 @@ def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(polic
     assert [parameter.grad for rank in ranks for parameter in rank.actor.parameters()] == [None] * 4
 
 
-@pytest.mark.parametrize(("operation", "at"), [("sync", 3), ("host", 1), ("map", 3)])
+@pytest.mark.parametrize(
+    ("operation", "at"),
+    [
+        ("sync", 3),
+        pytest.param("host", 1, marks=pytest.mark.sweep),
+        pytest.param("map", 3, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_failed_change_leaves_no_cycle_that_holds_tensors(operation: str, at: int) -> None:
     """Else the gradients of the step before stay alive, and an audit finds references to them,
     until garbage is collected."""
@@ -313,7 +321,7 @@ def _mended(rank: Serving) -> str:
     return rank.sync()
 
 
-@pytest.mark.parametrize("seed", few(range(16), *range(2)))
+@pytest.mark.parametrize("seed", few(range(16), 0))
 def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> None:
     chance = random.Random(seed)
     policy = chance.choice(
@@ -462,7 +470,7 @@ class CutAtTheDecision(StoreGroup):
         return super().agree(plan, *stage)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", few([0, 1], 0))
 def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) -> None:
     store = dist.HashStore()
     ranks = [

@@ -213,5 +213,6 @@ class FurtherMachine(ManagerMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=max(1, settings().max_examples // 3))
+TestManager.settings = settings(max_examples=max(1, settings().max_examples // 6))
 TestFurther = pytest.mark.sweep(FurtherMachine.TestCase)
+TestFurther.settings = settings(max_examples=settings().max_examples * 7 // 6)

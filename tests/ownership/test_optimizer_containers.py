@@ -118,11 +118,11 @@ def values(model: nn.Module, manager: Manager | None = None) -> dict[str, Any]:
 
 
 FORMS = {"list": "optimizers", "tuple": "_optimizers", "dict": "optimizer_dict", "nested": "optims"}
-CASES: list[tuple[Any, str, str]] = [(Container, form, "colocated") for form in FORMS]
+CASES: list[Any] = [(Container, form, "colocated") for form in FORMS]
 CASES += [
     (Plain, "list", "colocated"),
     (Container, "list", "cyclic"),
-    (Container, "list", "resident"),
+    pytest.param(Container, "list", "resident", marks=pytest.mark.sweep),
 ]
 
 

@@ -22,6 +22,7 @@ from placement.core.snapshot import SuspensionStatus
 from placement.phases import suspension
 from placement.testing import assert_nothing_resident
 from tests.group.turn_processes import Sharer
+from tests.support.sweeps import few
 from tests.support.threads import in_threads, until
 from tests.support.trainer import Trainer
 
@@ -373,7 +374,7 @@ class InterruptAt:
         return self
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", few([False, True], True))
 def test_ctrl_c_at_any_line_of_asking_leaves_no_request(trainer: Trainer, again: bool) -> None:
     line, is_beyond = 0, False
     while not is_beyond:

@@ -241,6 +241,7 @@ def advice_in(caplog: pytest.LogCaptureFixture) -> list[Any]:
             {"policy": Colocated(drop_gradients=True)},
             "cyclic(drop_gradients=True)",
             id="with options",
+            marks=sweep,
         ),
     ],
 )

@@ -29,6 +29,7 @@ from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice
 from tests.support.frameworks import new_accelerator
+from tests.support.sweeps import diagonal
 from tests.support.worker import (
     OFF,
     Scripted,
@@ -245,9 +246,14 @@ def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
     return lambda: accelerator.unwrap_model(module, keep_fp32_wrapper=False)
 
 
-@pytest.mark.parametrize("patch", [_wrapped, _method, _accelerate_mixed_precision])
-@pytest.mark.parametrize("patched_in", ["before", "log_prob", "idle"])
-@pytest.mark.parametrize("undone_in", ["log_prob", "idle"])
+@pytest.mark.parametrize(
+    ("undone_in", "patched_in", "patch"),
+    diagonal(
+        ["log_prob", "idle"],
+        ["before", "log_prob", "idle"],
+        {patch.__name__: patch for patch in (_wrapped, _method, _accelerate_mixed_precision)},
+    ),
+)
 def test_a_forward_is_patched_and_put_back(patch: Patch, patched_in: str, undone_in: str) -> None:
     x, plain = batch(), net()
     model = copy.deepcopy(plain)

@@ -100,7 +100,12 @@ def test_training_goes_on_while_a_checkpoint_of_the_host_copy_is_written(
 
 
 @pytest.mark.parametrize(
-    ("phase", "make"), [("train", Worker), ("train", trained), ("weight_sync", trained)]
+    ("phase", "make"),
+    [
+        pytest.param("train", Worker, marks=pytest.mark.sweep),
+        ("train", trained),
+        ("weight_sync", trained),
+    ],
 )
 def test_a_save_on_the_device_has_the_values_of_the_call(
     phase: str, make: Callable[[], Worker], busy: Busy, tmp_path: Path
@@ -136,7 +141,7 @@ def test_what_a_save_brought_to_the_host_is_not_copied_a_second_time(tmp_path: P
     assert_saved(tmp_path / "a", values(worker))
 
 
-@pytest.mark.parametrize("how", ["unregister", "close", "load"])
+@pytest.mark.parametrize("how", few(["unregister", "close", "load"], "unregister", "load"))
 def test_what_would_overwrite_or_give_up_the_host_copy_waits(
     how: str, busy: Busy, tmp_path: Path
 ) -> None:
@@ -359,7 +364,7 @@ CALLS: dict[str, Callable[[Worker, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", few(CALLS, "async_save", "another's result", "load", "close"))
+@pytest.mark.parametrize("call", few(CALLS, "another's result", "load"))
 def test_a_callback_of_a_save_may_make_any_call_while_a_phase_ends(
     call: str, busy: Busy, tmp_path: Path
 ) -> None:

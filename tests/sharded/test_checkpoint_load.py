@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import placement
 from placement import CheckpointError, Manager, NotResidentError, PhaseError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.sweeps import few
+from tests.support.sweeps import diagonal, few
 from tests.support.worker import Worker, assert_same, learn, make_manager, net, trained
 
 
@@ -371,8 +371,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("differ", [True, False])
-@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(("what", "differ"), diagonal(SETTINGS.keys(), [True, False]))
 def test_groups_are_merged_only_if_their_settings_are_the_same_bits(
     what: str, differ: bool, tmp_path: Path
 ) -> None:
@@ -438,8 +437,7 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("phase", ["checkpoint", "train"])
-@pytest.mark.parametrize("how", TIED)
+@pytest.mark.parametrize(("how", "phase"), diagonal(TIED.keys(), ["checkpoint", "train"]))
 def test_two_values_for_one_weight_are_refused_and_change_nothing(
     how: str, phase: str, tmp_path: Path
 ) -> None:

@@ -206,7 +206,6 @@ CASES = [(script, name) for script, names in SCRIPTS.items() for name in names]
     "case",
     few(
         CASES,
-        (forward_raises, "fsdp1_original"),
         (backward_raises, "fsdp2"),
         (graph_over_a_transition, "ddp"),
     ),

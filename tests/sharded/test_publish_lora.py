@@ -138,7 +138,7 @@ def base_values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    few(CONFIGS, "lora", "bias", "conv", "attention", "tied", "experts", "saved", "ia3", "adalora"),
+    few(CONFIGS, "lora", "conv", "tied", "experts", "ia3"),
 )
 def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
     for streams in (False, True):

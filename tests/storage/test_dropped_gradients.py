@@ -16,6 +16,7 @@ import placement
 from placement.policies import Cyclic
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.support.kernel_device import KernelDevice, kernels_noted
+from tests.support.sweeps import few
 from tests.support.worker import CAPACITY, assert_same
 
 CHUNK = 4096
@@ -109,7 +110,7 @@ def with_a_graph(model: torch.nn.Module, optimizer: object) -> None:
 WAYS = (zero, zero_module, one_by_one, deleted, replaced, in_a_thread, with_a_graph)
 
 
-@pytest.mark.parametrize("drop", WAYS)
+@pytest.mark.parametrize("drop", few(WAYS, zero, one_by_one, replaced, with_a_graph))
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_memory_in_a_range_is_given_back_at_once(
     drop: Callable[[torch.nn.Module, torch.optim.Optimizer], object],
@@ -282,7 +283,7 @@ def test_a_phase_that_is_collected_meanwhile_is_left_later() -> None:
     assert job.manager.audit().ok
 
 
-@pytest.mark.parametrize("operation", ["sync", "map", "copy", "create"])
+@pytest.mark.parametrize("operation", few(["sync", "map", "copy", "create"], "sync", "map"))
 def test_wherever_a_transition_fails_after_that(operation: str) -> None:
     """An error while memory is given back fails nothing, and no move brings back what is dead."""
     for at in range(1, 60):

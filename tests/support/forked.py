@@ -13,15 +13,16 @@ import os
 from collections.abc import Callable
 
 processes = multiprocessing.get_context("forkserver")
+_FIRST = "tests.support.uncollected"
 _IMPORTED = ("tests.support.warm", "tests.group.fault_worker", "tests.group.turn_processes")
-processes.set_forkserver_preload([*_IMPORTED])
+processes.set_forkserver_preload([_FIRST, *_IMPORTED])
 
 
 def import_before(*modules: str) -> None:
     """What the next tests import besides, each of their processes: once instead, where no process
     has been forked yet."""
     # before those, which freeze what there is for the collector
-    processes.set_forkserver_preload([*modules, *_IMPORTED])
+    processes.set_forkserver_preload([_FIRST, *modules, *_IMPORTED])
 
 
 def exit_code(body: Callable[[], int]) -> int:

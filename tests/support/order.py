@@ -67,10 +67,12 @@ _MEGATRON = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.c
 _IMPORTS = {
     "ray": ("ray",),
     # one scope: a process takes what is imported for its first one alone
-    "sharded": ("peft", *_MEGATRON, "deepspeed", "trl.trainer.grpo_trainer"),
+    "sharded": ("peft", *_MEGATRON, "deepspeed"),
 }
 """What ranks of these scopes import that takes seconds."""
-_IMPORTS_OF_SWEEPS = {"sharded": ("tests.integrations.verl.imported",)}
+_IMPORTS_OF_SWEEPS = {
+    "sharded": ("trl.trainer.grpo_trainer", "tests.integrations.verl.imported"),
+}
 """And what only those of sweeps import."""
 
 _SPLIT = ("tests/faults/test_allocations.py", "tests/faults/test_interrupts.py")

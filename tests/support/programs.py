@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 _FORKING = """
 import gc, json, os, signal, sys
+gc.disable()  # what is imported stays
 import torch._dynamo, placement.testing  # an optimizer imports the first
+gc.enable()
 gc.collect()
 gc.freeze()  # else each end takes a second, to collect what torch is made of
 for line in sys.stdin:

@@ -40,5 +40,6 @@ def _warm_up() -> None:
 
 
 _warm_up()
+gc.enable()  # again
 gc.collect()
 gc.freeze()  # else the first collection in each child copies every page
