@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
-        # Most of what is imported stays: nobody looks for garbage until the tests are known.
+        # Most of what is imported stays: garbage is looked for once the tests are known.
         gc.disable()
         config.pluginmanager.import_plugin("tests.support.around_tests")
     if config.getoption("record_durations") and not is_worker:
