@@ -516,7 +516,8 @@ class Manager:
         return self._stack.take_snapshot()
 
     def metrics(self, *, totals: bool = False) -> dict[str, float]:
-        """Figures for a trainer's own log since the last call, in GB (10**9 bytes) and seconds.
+        """Figures for a trainer's own log, of the time since the last call: gigabytes (10**9
+        bytes), seconds, and counts. Takes no lock.
 
         The names begin with `placement/`, as in `placement/stall_seconds/train`; "Running jobs" has
         a table of them.
@@ -524,7 +525,6 @@ class Manager:
         Args:
             totals: add the figures since the manager was made, as `placement/total/...`.
         """
-        self._stack.reconciler.count_arrivals()
         return figures_of(self._stack.take_snapshot(), self.journal, totals=totals)
 
     def audit(self) -> Audit:

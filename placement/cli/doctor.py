@@ -25,6 +25,7 @@ from placement.devices.select import select_device
 from placement.forecasting.description import CYCLES
 from placement.observe.discovery import views_of
 from placement.policies import Colocated
+from placement.registration import streamed_optimizer
 
 _SPREAD = 0.1
 """Phase transitions one after the other have settled within this share: much of them is the host's
@@ -193,10 +194,13 @@ def _nothing_moves(device: Device) -> float:
 def _streamed(device: Device, nbytes: int, link: LinkRates) -> float:
     """The seconds for each byte that a streamed step takes beside its copies: the driver maps
     memory more slowly while the link is busy. A step of a model of `nbytes` is compared with one of
-    half the size, because the first and the last buckets of both take as long."""
+    half the size, because the first and the last buckets of both take as long. 0.0 for a model
+    whose state has too few buckets for that."""
+    if nbytes < 2 * streamed_optimizer.BUCKET_BYTES:
+        return 0.0
     small_bytes, small_seconds = _timed_step(device, nbytes // 2)
     large_bytes, large_seconds = _timed_step(device, nbytes)
-    of_a_byte = (large_seconds - small_seconds) / max(1, large_bytes - small_bytes)
+    of_a_byte = (large_seconds - small_seconds) / (large_bytes - small_bytes)
     return max(0.0, of_a_byte - 1 / link.both_bytes_per_second)
 
 

@@ -75,7 +75,7 @@ class PhaseSpan:
     end_seconds: float
     # the handles that the phase was for, as in `manager.phase(name, only=...)`; None: all
     only: tuple[str, ...] | None = None
-    arrival_seconds: float = 0.0  # see `Journal.arrival_seconds`, when the span ended
+    arrival_seconds: float = 0.0  # see `Journal`; as far as they were counted when the span ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ class Journal:
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=_LENGTH)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
-        # the part of all stalls in which the device's own work waited for bytes, and not the host
+        # the part of all stalls in which the device's own work waited for bytes, and not the host.
+        # It is counted at the next phase transition.
         self.arrival_seconds = 0.0
         # the most device bytes that the handles have held together, by phase: since the start, and
         # since `observe.figures` was asked, with the counters at that time

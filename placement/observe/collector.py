@@ -156,7 +156,7 @@ _OF_WORKER = (
     _Metric(
         "placement_phase_stall_seconds_total",
         "Seconds that the worker, and then its kernels, waited for moves in the phase transitions "
-        "to each phase (idle: leaving the outermost one), without the time for its own kernels.",
+        "to each phase (idle: leaving the outermost one). Time in which kernels compute is none.",
         "phase",
     ),
     _Metric(

@@ -286,9 +286,9 @@ class Reconciler:
         """Count the seconds in which the device's own work has waited for bytes of the last
         transition, as far as they have arrived. The host does not wait for these."""
         with suppress(RuntimeError):  # a device that failed says so where it is used
-            seconds = self._device.waited_seconds()
-            self._journal.stall_seconds[self._last_name] += seconds
-            self._journal.arrival_seconds += seconds
+            if seconds := self._device.waited_seconds():
+                self._journal.stall_seconds[self._last_name] += seconds
+                self._journal.arrival_seconds += seconds
 
     def _wait_for_work(self) -> None:
         """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early

@@ -104,8 +104,8 @@ def test_a_wait_for_bytes_counts_for_the_phase_that_needs_them() -> None:
     with manager.phase("log_prob") as phase:
         device.waits.append(100.0)  # known at the next transition
         phase.switch("train")
-        device.waits.append(1000.0)  # known when the figures are asked for
-        figures = manager.metrics()
+        device.waits.append(1000.0)
+    figures = manager.metrics()
     assert 100 <= figures["placement/stall_seconds/log_prob"] < 1000
     assert figures["placement/stall_seconds/train"] >= 1000
 
