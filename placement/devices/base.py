@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -266,10 +266,13 @@ class Device(abc.ABC):
                 the stream's work.
         """
 
+    waits: Collection[object] = ()
+    """The waits in `order("to_device")` that `waited_seconds` has still to count. By default none,
+    as on a device whose `order` has the caller wait."""
+
     def waited_seconds(self) -> float:
         """The seconds that streams waited in `order("to_device")`, of those waits that have ended
-        since the last call. Their own work does not count. By default 0, as on a device whose
-        `order` has the caller wait."""
+        since the last call. Their own work does not count."""
         return 0.0
 
     def after(self, mark: Mark) -> AbstractContextManager[None]:

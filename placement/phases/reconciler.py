@@ -272,8 +272,9 @@ class Reconciler:
     @contextmanager
     def stall_of(self, name: str) -> Iterator[None]:
         """Count the seconds inside as a stall of this phase, without those in which the worker's
-        own kernels were waited for. See also `count_arrivals`."""
-        self.count_arrivals()
+        own kernels were waited for. See also `_count_arrivals`."""
+        if self._device.waits:
+            self._count_arrivals()
         began, worked = time.monotonic(), self._work_seconds
         try:
             yield
@@ -282,7 +283,7 @@ class Reconciler:
             self._journal.stall_seconds[name] += waited - (self._work_seconds - worked)
             self._last_name = name
 
-    def count_arrivals(self) -> None:
+    def _count_arrivals(self) -> None:
         """Count the seconds in which the device's own work has waited for bytes of the last
         transition, as far as they have arrived. The host does not wait for these."""
         with suppress(RuntimeError):  # a device that failed says so where it is used
@@ -296,7 +297,7 @@ class Reconciler:
         began = time.monotonic()
         self._device.wait_for_work()
         self._work_seconds += time.monotonic() - began
-        self.count_arrivals()
+        self._count_arrivals()
 
     def measure(self, phase: str) -> None:
         """Measure the device's memory and the handles' bytes on it, which count for the peak of

@@ -279,6 +279,7 @@ def test_waits_of_kernels_for_bytes_count_as_seconds_of_the_moves(
 ) -> None:
     promised_seconds = []
     for waited_seconds in (0.0, 1.0):
+        monkeypatch.setattr(SimulatedDevice, "waits", ("a load",), raising=False)
         monkeypatch.setattr(SimulatedDevice, "waited_seconds", lambda _, s=waited_seconds: s)
         job = Job()
         for _ in range(5):

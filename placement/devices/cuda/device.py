@@ -92,7 +92,7 @@ class CudaDevice(Device):
             direction: own_stream(index, direction) for direction in get_args(Direction)
         }
         # before and after each wait of `order("to_device")`
-        self._waits = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()
+        self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         # for work that follows copies, chunk by chunk, beside later copies
         self._following = own_stream(index, "following")
         self._wiping: _Addresses | None = None  # the addresses of `wipe`
@@ -285,14 +285,14 @@ class CudaDevice(Device):
             current.wait_stream(stream)
         if is_load:
             current.record_event(end)
-            self._waits.append((begin, end))
+            self.waits.append((begin, end))
 
     def waited_seconds(self) -> float:
         seconds = 0.0
-        if not self._waits or self.is_capturing():  # a query would break the capture
+        if not self.waits or self.is_capturing():  # a query would break the capture
             return seconds
-        while self._waits and self._waits[0][1].query():
-            begin, end = self._waits.popleft()
+        while self.waits and self.waits[0][1].query():
+            begin, end = self.waits.popleft()
             seconds += begin.elapsed_time(end) / 1e3
         return seconds
 
