@@ -237,7 +237,8 @@ class Manager:
                 this machine.
             replace: for set-up code that runs again. If the name is taken by this very object, its
                 handle is returned as it is. If it is taken by another object, that one is
-                unregistered first, with the optimizers that step it.
+                unregistered first, with the optimizers that step it. They stay unregistered if the
+                new one is refused.
 
         Raises:
             RegistrationError: the object cannot be registered; the message has the reason and
@@ -271,7 +272,7 @@ class Manager:
                     return old
                 for handle in (*self._stack.steppers_of(old), old):
                     self._stack.forget(handle)
-            before = registry.handles.copy()
+            is_new = name not in registry.handles
             try:
                 with registering as ranks:
                     handle = registry.add(
@@ -285,9 +286,8 @@ class Manager:
                     )
                     self._stack.join(handle, None if ranks is None else ranks.agree)
             except BaseException:
-                added = [name for name in registry.handles if name not in before]
-                for added_name in added:
-                    registry.remove(registry.handles[added_name])
+                if is_new and name in registry.handles:
+                    registry.remove(registry.handles[name])
                 raise
             return handle
 
@@ -528,7 +528,7 @@ class Manager:
         return figures_of(self._stack.take_snapshot(), self.journal, totals=totals)
 
     def audit(self) -> Audit:
-        """Compare the declared state of every handle with its tensors and with the device. Changes
+        """Compare the declared state of every handle with its tensors and with the device. Moves
         nothing.
 
         Looks at every tensor, so it is not for every step. The result's `ok` tells whether

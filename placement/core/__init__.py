@@ -1,4 +1,4 @@
-"""The ground layer: states, the state machine, the journal, snapshots, errors and settings. It
+"""The ground layer: states and their transitions, the journal, snapshots, errors and settings. It
 imports no other folder of placement.
 
 Whatever is imported of placement imports this folder, also where OpenStack's

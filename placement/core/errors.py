@@ -15,7 +15,8 @@ class PlacementError(Exception):
 
 
 class RegistrationError(PlacementError):
-    """An object cannot be registered. It and the manager are as they were before the call."""
+    """An object cannot be registered, or tensors of a registered one cannot be moved or
+    published."""
 
 
 class PolicyError(PlacementError):
@@ -23,8 +24,8 @@ class PolicyError(PlacementError):
 
 
 class PhaseError(PlacementError):
-    """Phases were used out of order: left without being entered, or held by two threads or tasks at
-    once."""
+    """A call that the present phase does not allow: a phase left without being entered, or held by
+    two threads; a step outside of training; a handle that the manager does not know."""
 
 
 class NotResidentError(PlacementError):
@@ -33,7 +34,7 @@ class NotResidentError(PlacementError):
 
 class DeviceMemoryError(PlacementError):
     """The handles that a phase needs together do not fit on the device, or the driver refused the
-    memory.
+    memory, or another process did not give the device up in time.
 
     Attributes:
         wanted_bytes: the device bytes that the handles need together, where the budget is too small
@@ -48,7 +49,8 @@ class HostMemoryError(PlacementError):
 
 
 class IntegrityError(PlacementError):
-    """The measured state contradicts the declared state. The message holds the numbers."""
+    """The measured state contradicts the declared state. The message names the tensors or the
+    bytes."""
 
     is_change = False
     """Whether it tells of changes to an offloaded handle. Then no move has failed."""

@@ -1,4 +1,4 @@
-"""The settings of a manager, and the only code that reads the environment."""
+"""The settings of a manager, and the code that reads them from the environment."""
 
 from __future__ import annotations
 

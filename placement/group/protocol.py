@@ -1,7 +1,7 @@
 """How ranks change phase together: all of them, or none.
 
-One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE
-write-once decision:
+An epoch is one common decision; most phase transitions have one. Each rank makes its moves
+reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank writes its next action, and its budget. Rank 0 compares, and writes the basis:
    the least budget. Ranks whose plans may differ then compare the handles that merely stay on their
@@ -258,7 +258,7 @@ class Group:
         self._prefix = f"placement/g{generation}"
         self.epoch = 0  # the number of the next change
         self.agreed_epoch = -1  # the number of the last change on which all ranks agreed
-        # whether a decision could not be read. If so, this rank may not take part any more.
+        # whether the board could not be reached. If so, this rank may not take part any more.
         self.is_in_doubt = False
         # whether a change has failed, a rank was restarted, or this one has given up a handle
         self.plans_may_differ = False
@@ -374,7 +374,7 @@ class Group:
             CoordinatorLost: the decision cannot be read. The caller must keep its prepared move and
                 enter no phase.
         """
-        with self._reaching_the_board("agree", in_doubt=True):
+        with self._reaching_the_board("agree", has_prepared=True):
             deadline = time.monotonic() + self.deadline_seconds
             vote = Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines)
             self._put("vote", vote.encode())
@@ -608,15 +608,16 @@ class Group:
         self,
         step: str,
         *,
-        in_doubt: bool = False,
+        has_prepared: bool = False,
     ) -> Iterator[None]:
-        """Raise CoordinatorLost where the board is lost in the body."""
+        """Raise CoordinatorLost where the board is lost in the body. `has_prepared`: this rank's
+        moves are made, and can be undone."""
         try:
             yield
         except (BoardLost, ValueError) as error:
             self.is_in_doubt = True
             outcome = "nothing was entered"
-            if in_doubt:
+            if has_prepared:
                 outcome = "the prepared move is kept, and no phase was entered"
             raise CoordinatorLost(
                 f"rank {self.rank} cannot reach the group ({step}, epoch {self.epoch}): {error}; "

@@ -36,20 +36,20 @@ class OtherBudgetError(DeviceMemoryError):
 
 
 @dataclass
-class _Epoch:
-    """The epoch of one phase transition, as this rank knows it."""
+class _Attempt:
+    """One phase transition, as this rank knows it."""
 
     catches_up: bool = False
     """Whether this rank is about to enter its first phase and has not proposed yet, so that it may
     have skipped phase transitions."""
-    # whether the epoch has ended for all ranks. They need not hear of later errors of this rank.
+    # whether its epoch has ended for all ranks. They need not hear of later errors of this rank.
     is_over: bool = False
     has_left: bool = False  # whether it has ended because all have left the phase
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them. Each uses one epoch on every
-    rank, also where it fails."""
+    """The phase transitions of one manager as its group sees them. Each uses the same epochs on
+    every rank, also where it fails."""
 
     def __init__(self, group: Group) -> None:
         if getattr(group, "propose", None) is None:
@@ -60,7 +60,7 @@ class GroupVote:
         self.group = group
         self._key = secrets.token_hex(8)
         self._epochs_used = 0  # the number of epochs in which this rank has written to its group
-        self._epoch: _Epoch | None = None
+        self._attempt: _Attempt | None = None
         self.agreed: SuspensionRequest | None = None  # heard by all ranks, which carry it out next
 
     @classmethod
@@ -81,16 +81,16 @@ class GroupVote:
     def attempt(
         self, *, catches_up: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
-        """Context of one phase transition. `failed` ends its epoch once, however often it is called
-        inside.
+        """Context of one phase transition. `failed` ends its open epoch once, however often it is
+        called inside.
         `catches_up`: the first phase is entered. `error`: the exception with which a phase is left,
         if any."""
         is_over = error is not None and self._is_known(error)
-        self._epoch = _Epoch(catches_up=catches_up, is_over=is_over)
+        self._attempt = _Attempt(catches_up=catches_up, is_over=is_over)
         try:
             yield
         finally:
-            self._epoch = None
+            self._attempt = None
 
     def propose(
         self,
@@ -107,9 +107,9 @@ class GroupVote:
             self.group.whereabouts = hashlib.sha256(text.encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
-            epoch = self._current
-            catches_up = epoch.catches_up
-            epoch.catches_up = False
+            attempt = self._current
+            catches_up = attempt.catches_up
+            attempt.catches_up = False
             return self.group.propose(action, ask_budget(), catches_up=catches_up)
 
     def in_common(
@@ -139,10 +139,10 @@ class GroupVote:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless
         it has ended. Returns the error to raise in place of `error`; None to raise `error`
         itself."""
-        epoch = self._current
-        if self._is_known(error) or epoch.has_left or isinstance(error, Suspended):
+        attempt = self._current
+        if self._is_known(error) or attempt.has_left or isinstance(error, Suspended):
             return None
-        if epoch.is_over:
+        if attempt.is_over:
             self._mark(error)
             return None
         self._epochs_used += 1
@@ -154,7 +154,7 @@ class GroupVote:
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
-        epoch.is_over = True
+        attempt.is_over = True
         if group_error is not None:
             self._mark(group_error)
         return group_error if isinstance(error, Exception) else None
@@ -181,12 +181,12 @@ class GroupVote:
         """Report that a phase was dropped while open, so that the other ranks do not wait for this
         one."""
         # the report takes an epoch of its own, even during another phase transition
-        epoch = self._epoch
-        self._epoch = None
+        attempt = self._attempt
+        self._attempt = None
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"))
         finally:
-            self._epoch = epoch
+            self._attempt = attempt
 
     def heard(self, error: GroupError | CoordinatorLost) -> None:
         """Note that the group raised this error: the epoch has ended, and all ranks know it."""
@@ -194,8 +194,8 @@ class GroupVote:
         self._current.is_over = True
 
     @property
-    def _current(self) -> _Epoch:
-        return self._epoch or _Epoch()
+    def _current(self) -> _Attempt:
+        return self._attempt or _Attempt()
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:

@@ -173,7 +173,6 @@ class OptimizerAdapter(Adapter):
         for noted in (self._sparse, self._borrowed, self._lent_gradients):
             noted.clear()
         self._empty.clear()
-        self._with_scalars = answering("optimizer_scalars")
         objects, leaves = optimizers_in(self._root())
         parameters = parameters_of(leaves)
         models = self._stepped_for(objects)
@@ -270,7 +269,7 @@ class OptimizerAdapter(Adapter):
                 yield part
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        for framework in self._with_scalars:
+        for framework in answering("optimizer_scalars"):
             for name, scalar in framework.optimizer_scalars(self.objects()):
                 if scalar.device == self.compute_device:
                     yield name, scalar.nbytes

@@ -18,13 +18,14 @@ class EarlyCopies(Participant):
     def prepare(self, transition: Transition) -> None:
         plan, prefetcher = transition.plan, self._prefetcher
         if plan.prefetch or plan.streamed or prefetcher.has_any:
-            transition.ahead, freed_bytes = prefetcher.look_ahead(
+            transition.staying, freed_bytes = prefetcher.look_ahead(
                 transition.name, plan, self._mover.chunk_pool
             )
             transition.room_bytes += freed_bytes
+            transition.begins_early = True
 
     def finish(self, transition: Transition) -> None:
         """Early copies get the memory that the transition has freed. An exit has none left, and
         begins none after an error."""
-        if transition.ahead.begin is not None and not transition.errors:
-            transition.ahead.begin(self._mover.chunk_pool)
+        if transition.begins_early and not transition.errors:
+            self._prefetcher.begin(transition.name, transition.plan, self._mover.chunk_pool)

@@ -121,7 +121,7 @@ class Mover:
         self._renew(
             t.room_bytes,
             dropping=_dropping(self._sources, t.plan),
-            staying=t.ahead.staying,
+            staying=t.staying,
             while_copying=t.while_copying,
         )
 
@@ -249,7 +249,9 @@ class Mover:
 
     def _drop_gradients(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop the gradients of what has left TRAINING and stays on the device."""
-        for handle in handles if self._exchange.dropping else ():
+        if not self._exchange.dropping:
+            return
+        for handle in handles:
             holding = handle.holding
             if (
                 holding in self._exchange.dropping
@@ -282,17 +284,16 @@ class Mover:
     def _move(self, paths: Paths, *, releases_at_once: bool = False) -> None:
         """Move the bytes of all handles whose next trigger is a load or an offload, at once.
         `_work` takes the results from `_moved`."""
-        moving = [
-            (handle, triggers[0])
-            for handle, triggers in paths
-            if triggers and triggers[0] in _MOVES and handle.holding
-        ]
+        leaving: dict[ManagedStorage, Handle] = {}
+        coming: dict[ManagedStorage, Handle] = {}
+        moving = []
+        for handle, triggers in paths:
+            if handle.holding is not None and triggers and triggers[0] in _MOVES:
+                side = leaving if triggers[0] is Trigger.OFFLOAD else coming
+                side[handle.holding] = handle
+                moving.append((handle, triggers[0]))
         if not moving:
             return
-        leaving = {
-            h.holding: h for h, trigger in moving if trigger is Trigger.OFFLOAD and h.holding
-        }
-        coming = {h.holding: h for h, trigger in moving if trigger is Trigger.LOAD and h.holding}
         texts = []
         for verb, handles in (("offload", leaving), ("load", coming)):
             if handles:

@@ -231,7 +231,8 @@ class OpenPhases:
 class TransitionLock:
     """The lock of one manager. It is held during every phase transition.
     `vote`: with which phases are entered and left; None: without a group.
-    `sweep`: called at the beginning of each; `at_end`: at its end, also after an error.
+    `sweep`: called at the beginning of each; `at_end`, if there is one: at its end, also after an
+    error.
     `report`: called with the error of one that failed.
     `is_outside`: whether no phase is open. Then this rank may have missed phase transitions of the
     other ranks."""
@@ -241,7 +242,7 @@ class TransitionLock:
         device: Device,
         vote: GroupVote | None,
         sweep: Callable[[], None],
-        at_end: Sequence[Callable[[], None]],
+        at_end: Callable[[], None] | None,
         report: Callable[[BaseException], None],
         is_outside: Callable[[], bool],
     ) -> None:
@@ -339,8 +340,8 @@ class TransitionLock:
                 self._report(error)
                 raise
             finally:
-                for call in self._at_end:
-                    call()
+                if self._at_end is not None:
+                    self._at_end()
 
     def sweep_now(self) -> None:
         """Make a phase transition that moves nothing itself, for the sweep at its beginning."""

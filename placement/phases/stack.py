@@ -78,7 +78,6 @@ class PhaseStack:
         if group is not None and group.rank != 0:
             self._advisor.look_at = math.inf  # the first rank tells it for all
         self.phases = OpenPhases(self._planner, self._handles)
-        # without the stack, so that a server that shows snapshots does not keep it alive
         parts = self._handles, self.phases, self.reconciler
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
@@ -90,7 +89,7 @@ class PhaseStack:
             device,
             vote,
             self._sweep,
-            [] if self.reconciler.turn is None else [self._end_turn],
+            None if self.reconciler.turn is None else self._end_turn,
             self.incidents.report,
             lambda: all(phase.is_abandoned for phase in self.phases.all),
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from placement.core.states import Plan
 from placement.planning.planner import is_there
-from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
+from placement.storage.managed import ManagedStorage
 
 
 @dataclass(eq=False)
@@ -36,7 +36,9 @@ class Transition:
     """Whether every handle is where the plan wants it, so that no byte moves."""
     engines_left: bool = False  # whether engines have given memory up
     lacks_engines: bool = False  # whether engines of any rank are still to be loaded
-    ahead: Ahead = NOTHING_AHEAD  # what is done for later transitions
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes of storages that leave which stay aside, for a later load."""
+    begins_early: bool = False  # whether pages may come early after it
 
     def __post_init__(self) -> None:
         self.is_there = is_there(self.handles, self.plan)
@@ -73,7 +75,8 @@ class Participant:
 
     def while_copying(self, transition: Transition) -> None:
         """The link has work, if any byte moves. The place for what takes the host long. An error
-        makes an entry go back. Called once an exchange, so never where no handle moves."""
+        makes an entry go back. Called whenever storages exchange their places, so never where no
+        handle moves, and for each handle of an exit whose exchange failed."""
 
     def moved(self, transition: Transition) -> None:
         """Every handle has moved, and can still go back without new memory. An error makes an entry

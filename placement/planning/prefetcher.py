@@ -18,8 +18,7 @@ import itertools
 import operator
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -43,26 +42,12 @@ with that."""
 _AHEAD = 2  # the number of bursts whose copies are started and not complete
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """The work that a phase transition does for later ones."""
-
-    # device bytes of storages that leave which stay aside
-    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
-    begin: Callable[[ChunkPool], object] | None = None
-    """Called when everything is where it belongs, with the chunks that are free. Those that it
-    leaves go back to the driver."""
-
-
-NOTHING_AHEAD = Ahead()
-
-
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `pause`, then `look_ahead` before it moves anything, and does what that
-    returns. Where nothing is early (`has_any`), `pause` does nothing, and `look_ahead` has
-    something to do only for a plan that prefetches or streams.
+    A phase transition calls `pause`, then `look_ahead` before it moves anything, and `begin` when
+    everything is where it belongs. Where nothing is early (`has_any`), `pause` does nothing, and
+    the other two have something to do only for a plan that prefetches or streams.
     """
 
     def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
@@ -80,11 +65,13 @@ class Prefetcher:
         """Start no further copy until this phase transition is over, or `go_on`."""
         self.copies.pause()
 
-    def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
-        """Plan the work of the coming phase transition for later ones. First give up pages aside
-        for which the plan has no use or no room.
+    def look_ahead(
+        self, name: str, plan: Plan, chunk_pool: ChunkPool
+    ) -> tuple[Mapping[ManagedStorage, int], int]:
+        """Give up pages aside for which the plan has no use or no room.
 
-        Returns that work, and the device bytes given up, whose chunks are in `chunk_pool`.
+        Returns the device bytes of storages that leave which stay aside, and the device bytes given
+        up, whose chunks are in `chunk_pool`.
         """
         shares = self._shares(plan, self._room_bytes(name, plan))
         given_bytes = 0
@@ -101,10 +88,11 @@ class Prefetcher:
             if storage.on_device and share.first_bytes:
                 staying[storage] = share.first_bytes
                 self._reserve_aside(storage)
-        return Ahead(staying, partial(self._begin, name, plan)), given_bytes
+        return staying, given_bytes
 
-    def discard(self) -> int:
-        """Return the memory of all pages aside to the driver. Returns how many bytes."""
+    def give_up(self, name: str) -> None:
+        """Return the memory of all pages aside to the driver. The phase gets half as much from now
+        on."""
         self.pause()
         chunk_pool = ChunkPool(self._device)
         given_bytes = 0
@@ -113,12 +101,6 @@ class Prefetcher:
                 given_bytes += handle.holding.give_up_early(0, chunk_pool)
         chunk_pool.release()
         self._planner.memory = self._device.memory()
-        return given_bytes
-
-    def give_up(self, name: str) -> None:
-        """Return the memory of all pages aside to the driver. The phase gets half as much from now
-        on."""
-        given_bytes = self.discard()
         if given_bytes:
             self._most_bytes[name] = given_bytes // 2
             logger.warning(
@@ -132,16 +114,16 @@ class Prefetcher:
         """Start copying again after `pause`, while the phase goes on."""
         chunk_pool = ChunkPool(self._device)
         try:
-            self._begin(name, plan, chunk_pool)
+            self.begin(name, plan, chunk_pool)
         finally:
             chunk_pool.release()
 
-    def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
+    def begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring the pages that the plan wants early, as far as there is room beside the phase,
         whose plan has been carried out.
 
         A device that fails says so at the next phase transition or step. `chunk_pool` has chunks
-        that would go back to the driver now.
+        that are free. Those that it leaves go back to the driver.
         """
         try:
             first_chunks = {}
@@ -442,8 +424,9 @@ class _Copies:
         chunk_pool = ChunkPool(self._device)
         for pages, indices in burst.sources:
             pages.vacate(indices, chunk_pool)
-        for pages, indices in burst.parts if burst.sources else ():
-            pages.put(indices, chunk_pool, Behind.ASIDE)
+        if burst.sources:
+            for pages, indices in burst.parts:
+                pages.put(indices, chunk_pool, Behind.ASIDE)
         fill(self._device, burst.parts)
         pages, indices = burst.parts[0]
         mark = pages.table[indices[0]].mark

@@ -613,7 +613,9 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[Any]) -> None
         hooks.append(StateDictCall(Guard(handle).handle, target, "state_dict"))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
         _install_zero_calls(Guard(handle).handle, target, hooks)
-    for name, guard in guards.items() if hasattr(target, "__dict__") else ():
+    if not hasattr(target, "__dict__"):
+        return
+    for name, guard in guards.items():
         method = getattr(type(target), name, None)
         is_own = callable(method) and method is not getattr(torch.optim.Optimizer, name)
         if is_own and name not in fields:

@@ -272,8 +272,9 @@ class Handle:
         can be made in every state."""
         # asked for every view of every phase transition, so it is looked up once
         reason = self._gathers
-        for owner in self.owners if reason is None else ():
-            reason = owner._gathers or reason
+        if reason is None:
+            for owner in self.owners:
+                reason = owner._gathers or reason
         return None if reason is None or self.external else reason
 
     @property

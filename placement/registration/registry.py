@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placement.core.errors import HostMemoryError, PhaseError, PlacementError, RegistrationError
+from placement.core.errors import PhaseError, PlacementError, RegistrationError
 from placement.core.journal import logger
 from placement.core.modes import callers_function_modes
 from placement.core.settings import NAME, Settings
@@ -297,11 +297,7 @@ class Registry:
         num_ranges = 1
         if adapter.kind == "optimizer":
             num_ranges = most_buckets(sum(sizes or ()), bucket_bytes_of(self._device))
-        try:
-            holding.reserve(sizes or (), num_ranges)
-        except HostMemoryError:
-            holding.unadopt()
-            raise
+        holding.reserve(sizes or (), num_ranges)
         return sizes is not None
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
@@ -327,28 +323,14 @@ class Registry:
         parameters = adapter.parameters()
         for index, parameter in enumerate(parameters):
             owner = by_parameter.get(id(parameter)) or by_holding.get(id(_holding_of(parameter)))
-            advice = None
             if owner is not None:
                 owners[owner.name] = owner
             elif any(id(parameter) in module.own_tensors() for module in modules):
-                advice = (
-                    "A sharded module shows it between a forward and reshard() only: make the "
-                    "optimizer of the sharded parameters."
-                )
+                raise _belongs_to_none(handle.name, index, parameter, _SHARDED_ONES)
             elif handle.owners:
                 copies.append(parameter)
             elif not adapter.is_stand_in(parameter):  # nothing steps a stand-in: it needs none
-                advice = (
-                    "Register the modules first, then the optimizers that step them. An optimizer "
-                    "of copies of its own (float32 copies of the weights) is registered with "
-                    "owner= of the module that they are copies of, and they move with it."
-                )
-            if advice is not None:
-                shape = tuple(parameter.shape)
-                raise RegistrationError(
-                    f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered "
-                    f"module. {advice}"
-                )
+                raise _belongs_to_none(handle.name, index, parameter, _MODULES_FIRST)
         module = handle.owners[0].modules_adapter if copies else None
         of_owner = [] if module is None else module.parameters()
         if of_owner:
@@ -360,6 +342,26 @@ class Registry:
         )
         if handle.role is None and handle.owners:
             handle.role = handle.owners[0].role
+
+
+_SHARDED_ONES = (
+    "A sharded module shows it between a forward and reshard() only: make the optimizer of the "
+    "sharded parameters."
+)
+_MODULES_FIRST = (
+    "Register the modules first, then the optimizers that step them. An optimizer of copies of its "
+    "own (float32 copies of the weights) is registered with owner= of the module that they are "
+    "copies of, and they move with it."
+)
+
+
+def _belongs_to_none(
+    name: str, index: int, parameter: torch.Tensor, advice: str
+) -> RegistrationError:
+    shape = tuple(parameter.shape)
+    return RegistrationError(
+        f"{name!r}: parameter {index} of shape {shape} belongs to no registered module. {advice}"
+    )
 
 
 def _require_shareable(name: str, adapter: Adapter) -> None:
@@ -522,7 +524,9 @@ def _stepped(optimizer: Any) -> Iterator[Handle]:
     for group in optimizer.param_groups:
         for parameter in itertools.islice(group["params"], 1):
             holding = _holding_of(parameter)
-            for handle in list(_WATCHED) if holding is not None else ():
+            if holding is None:
+                continue
+            for handle in list(_WATCHED):
                 if handle.holding is holding and handle.kind == "module":
                     yield handle
 

@@ -244,7 +244,9 @@ def is_stateless(optimizer: Any) -> bool:
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
     """Whether a state dict that is being loaded holds the object's own tensors, in its ranges. Then
     torch may have written to poison before a guard could refuse the call."""
-    for value in state_dict.values() if isinstance(state_dict, Mapping) else ():
+    if not isinstance(state_dict, Mapping):
+        return False
+    for value in state_dict.values():
         if not isinstance(value, torch.Tensor):
             continue
         for _, part in parts_of(value, ""):

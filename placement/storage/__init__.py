@@ -1,2 +1,1 @@
-"""Storages: where the bytes of a registered object are, on the device and on the host. Nothing here
-depends on one kind of device."""
+"""Storages: where the bytes of a registered object are, on the device and on the host."""

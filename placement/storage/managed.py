@@ -143,11 +143,12 @@ class ManagedStorage(Storage):
 
     def look_at_framework_memory(self, *, everywhere: bool = False) -> None:
         memory = [*self.adapter.kept_by_framework()]
-        for name, tensor in self.adapter.unmoved() if everywhere else ():
-            is_on_device = tensor.device == self.device.torch_device
-            if is_on_device and RANGES.owner_of(tensor.data_ptr()) is None:
-                words = f"{name}, which is no part of its state and not moved,"
-                memory.append((words, tensor.untyped_storage().nbytes()))
+        if everywhere:
+            for name, tensor in self.adapter.unmoved():
+                is_on_device = tensor.device == self.device.torch_device
+                if is_on_device and RANGES.owner_of(tensor.data_ptr()) is None:
+                    words = f"{name}, which is no part of its state and not moved,"
+                    memory.append((words, tensor.untyped_storage().nbytes()))
         self.kept_by_framework = tuple(memory)
 
     def measure(self) -> None:
@@ -329,20 +330,16 @@ class ManagedStorage(Storage):
 
     def adopt(self) -> None:
         """Adopt the object at registration: every storage gets its place, its bytes go into the
-        slab, and poison lies behind the place."""
-        try:
-            # in a call of its own: no variable here refers to a storage when uses are counted
-            was_on_device = self._adopt_all()
-            self.look_at_framework_memory()
-            self.scanner.align_wrappers()
-            self.count_uses()
-            if was_on_device:
-                # else the old memory stays in torch's cache, where neither other processes nor our
-                # chunks can use it
-                self.device.trim()
-        except BaseException:
-            self.unadopt()
-            raise
+        slab, and poison lies behind the place. After an error the caller calls `unadopt`."""
+        # in a call of its own: no variable here refers to a storage when uses are counted
+        was_on_device = self._adopt_all()
+        self.look_at_framework_memory()
+        self.scanner.align_wrappers()
+        self.count_uses()
+        if was_on_device:
+            # else the old memory stays in torch's cache, where neither other processes nor our
+            # chunks can use it
+            self.device.trim()
 
     def _adopt_all(self) -> bool:
         """Give every storage its place. Returns whether any of them was on the device. Raises
@@ -774,8 +771,10 @@ class ManagedStorage(Storage):
 
     def give_back_unused(self) -> None:
         """Give back the memory of dropped gradients, page by page."""
+        if not self.is_consistent:
+            return
         chunk_pool = ChunkPool(self.device)
-        for r in self.ranges if self.is_consistent else ():
+        for r in self.ranges:
             indices = r.unused_pages()
             # a state dict of state that was a gradient may have been loaded back
             if indices and not r.has_any(self.state_dict_tensors.held_addresses):

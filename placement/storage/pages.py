@@ -603,7 +603,7 @@ class ChunkPool:
         return chunk
 
     def release(self) -> None:
-        """Return all chunks to the driver, because the phase transition is committed."""
+        """Return all chunks to the driver: nothing goes back to what they held."""
         chunks = list(self)
         if chunks:
             # out of the pool first: a released chunk must never be handed out again

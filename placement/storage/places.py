@@ -172,11 +172,13 @@ class ObjectRanges:
     def _under_all_names(self, values: dict[str, T]) -> dict[str, T]:
         """These values by name, and by the other names of tensors that have several, of their parts
         and of their gradients."""
+        if not self._other_names:
+            return {**values}
         other_names: dict[str, list[str]] = {}
         for other_name, first_name in self._other_names.items():
             other_names.setdefault(first_name, []).append(other_name)
         more = {}
-        for name, value in values.items() if other_names else ():
+        for name, value in values.items():
             steps = name.split(".")
             for length in range(1, len(steps) + 1):
                 tensor_name = ".".join(steps[:length])

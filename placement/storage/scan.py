@@ -267,8 +267,9 @@ class StorageScanner:
         for tensor in self.state_dict_tensors:
             shown[tensor.untyped_storage()._cdata].append(tensor)
         places = dict[int, tuple[Range, PlacedStorage]]()
-        for r in self.ranges.all if walk.elsewhere else ():
-            places.update({entry.ref.cdata: (r, entry) for entry in r.placed})
+        if walk.elsewhere:
+            for r in self.ranges.all:
+                places.update({entry.ref.cdata: (r, entry) for entry in r.placed})
         relocated = list[Relocated]()
         for key, tensors in walk.elsewhere.items():
             adoptee = _adoptee(tensors, shown.get(key, ()))

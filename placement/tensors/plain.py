@@ -59,10 +59,13 @@ def set_carriers(classes: Iterable[tuple[str, str]]) -> None:
 @functools.cache
 def is_plain_type(cls: type) -> bool:
     """Whether tensors of a class have all their bytes in their own storage."""
-    known = (loaded_class(*each) for each in _carriers)
-    return cls in PLAIN_TYPES or any(
-        carrier is not None and issubclass(cls, carrier) for carrier in known
-    )
+    if cls in PLAIN_TYPES:
+        return True
+    for module, name in _carriers:
+        carrier = loaded_class(module, name)
+        if carrier is not None and issubclass(cls, carrier):
+            return True
+    return False
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -71,8 +74,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
-    """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every phase
-    transition, so it must be cheap."""
+    """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every scan, so
+    it must be cheap."""
     return (
         is_plain_type(type(tensor))
         and tensor.layout is torch.strided
@@ -176,26 +179,21 @@ def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str
             continue
         held = item
         if not isinstance(item, (*SEQUENCES, Mapping)):
-            held, deeper = fields_of(item) if deeper else {}, deeper - 1
-        if (
-            held
-            and not {*map(type, held.values() if isinstance(held, Mapping) else held)} <= _SIMPLE
-        ):
-            visited.add(id(item))
-            pairs = list(held.items() if isinstance(held, Mapping) else enumerate(held))
-            # A key may be a parameter, whose text shows all its values. They must not be read,
-            # because the parameter may be offloaded.
-            named = (
-                (key if isinstance(key, (str, int)) else f"[{index}]", part)
-                for index, (key, part) in enumerate(pairs)
-            )
-            stack.extend(
-                [
-                    (f"{path}.{label}", part, deeper)
-                    for label, part in named
-                    if type(part) not in _SIMPLE
-                ][::-1]
-            )
+            held = fields_of(item) if deeper else {}
+            deeper -= 1
+        values = held.values() if isinstance(held, Mapping) else held
+        if {*map(type, values)} <= _SIMPLE:  # the common case: lists of numbers
+            continue
+        visited.add(id(item))
+        pairs = list(held.items() if isinstance(held, Mapping) else enumerate(held))
+        inner = []
+        for index, (key, part) in enumerate(pairs):
+            if type(part) not in _SIMPLE:
+                # A key may be a parameter, whose text shows all its values. They must not be read,
+                # because the parameter may be offloaded.
+                label = key if isinstance(key, (str, int)) else f"[{index}]"
+                inner.append((f"{path}.{label}", part, deeper))
+        stack.extend(reversed(inner))
 
 
 def fields_of(obj: object) -> dict[str, Any]:
@@ -206,16 +204,13 @@ def fields_of(obj: object) -> dict[str, Any]:
 
 
 def attributes_of(obj: object) -> dict[str, Any]:
-    slots = [vars(base).get("__slots__", ()) for base in type(obj).__mro__]
-    names = (
-        name
-        for given in slots
-        for name in ((given,) if isinstance(given, str) else given)
-        if not name.startswith("__")
-    )
-    return {name: getattr(obj, name) for name in names if hasattr(obj, name)} | getattr(
-        obj, "__dict__", {}
-    )
+    attributes = {}
+    for cls in type(obj).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(obj, name):
+                attributes[name] = getattr(obj, name)
+    return attributes | getattr(obj, "__dict__", {})
 
 
 def has_fields(cls: type) -> bool:
@@ -252,7 +247,7 @@ def with_parts(container: Any, parts: Iterable[Any]) -> Any:
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that hold a tensor's bytes: itself, or those that a wrapper (a DTensor, a
     quantised weight) wraps, to any depth."""
-    # the common case first: this runs for every tensor at every phase transition
+    # the common case first: this runs for every tensor at every scan
     if type(tensor) in PLAIN_TYPES:
         yield name, tensor
         return
@@ -458,19 +453,19 @@ def own_storages(tensor: torch.Tensor) -> None:
 def follow(owned: Iterable[Owned]) -> None:
     """Give sparse tensors the indices and values that were found in them and have since been
     rebound to other storages."""
-    found: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-    for each in owned:
-        if each.wrapper is not None and is_sparse(each.wrapper):
-            found.setdefault(id(each.wrapper), (each.wrapper, {}))[1][
-                each.name.rpartition(".")[2]
-            ] = each.tensor
-    for tensor, parts in found.values():
-        if (
-            len(parts) == 2
-            and parts["values"].untyped_storage()._cdata
-            != tensor._values().untyped_storage()._cdata
-        ):
-            put_parts(tensor, parts["indices"], parts["values"])
+    sparse: dict[int, torch.Tensor] = {}  # by identity
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for part in owned:
+        if part.wrapper is not None and is_sparse(part.wrapper):
+            sparse[id(part.wrapper)] = part.wrapper
+            kind = part.name.rpartition(".")[2]  # "indices" or "values", see `sparse_parts`
+            parts.setdefault(id(part.wrapper), {})[kind] = part.tensor
+    for identity, tensor in sparse.items():
+        indices, values = parts[identity].get("indices"), parts[identity].get("values")
+        if indices is None or values is None:
+            continue  # one of them has no bytes, and no place
+        if values.untyped_storage()._cdata != tensor._values().untyped_storage()._cdata:
+            put_parts(tensor, indices, values)
 
 
 def put_parts(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:

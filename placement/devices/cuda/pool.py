@@ -313,11 +313,14 @@ class CudaAdopter(Adopter):
         """Refuse storages in a private memory pool, whose old memory a captured graph or a library
         (NCCL, RDMA) would go on using."""
         on_device = [(name, storage) for name, storage in storages if storage.device.type == "cuda"]
-        segments = sorted(
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in (torch.cuda.memory_snapshot() if on_device else ())
-            if tuple(segment["segment_pool_id"]) != (0, 0)
-        )
+        if not on_device:
+            return
+        segments = []
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) != (0, 0):
+                first = segment["address"]
+                segments.append((first, first + segment["total_size"]))
+        segments.sort()
         for name, storage in on_device:
             place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
             if place >= 0 and storage.data_ptr() < segments[place][1]:

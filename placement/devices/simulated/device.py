@@ -600,7 +600,9 @@ class PrivatePoison(SharedPoison):
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
             are_copies = _flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)
-            for run in _COPIES.finditer(are_copies) if b"\x01" in are_copies else ():
+            if b"\x01" not in are_copies:
+                continue
+            for run in _COPIES.finditer(are_copies):
                 self._noted.append(
                     WrittenPoison(
                         target, first + run.start() * PAGE, (run.end() - run.start()) * PAGE

@@ -76,8 +76,9 @@ class Gradients:
             tensor.grad = None
         for framework in self._adapter.frameworks:
             framework.drop_unreduced()
-            for buffer in framework.gradient_buffers() if zero_buffers else ():
-                buffer.detach().zero_()
+            if zero_buffers:
+                for buffer in framework.gradient_buffers():
+                    buffer.detach().zero_()
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
         """Gradients become None, and `dropped` are their ranges. Where a framework keeps a buffer

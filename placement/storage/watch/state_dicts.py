@@ -86,7 +86,9 @@ class StateDictTensors:
         as long as no object has taken the gradient in. Until `moving_in` is emptied, these storages
         are left alone."""
         self.moving_in = storages
-        for other in _IN_USE if storages else ():
+        if not storages:
+            return
+        for other in _IN_USE:
             tensors = [tensor for tensor in other if tensor.untyped_storage()._cdata in storages]
             if other is self or not tensors:
                 continue
@@ -119,9 +121,11 @@ class StateDictTensors:
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the
         tensors that it is given."""
-        own = {id(tensor) for tensor in live} if self._tensors else set()
+        if not self._tensors:
+            return
+        own = {id(tensor) for tensor in live}
         for shown in (self._tensors, self._wrappers):
-            for tensor in shown if own else ():
+            for tensor in shown:
                 if not own.isdisjoint((id(tensor), *_parts(tensor))):
                     shown.discard(tensor)
 
@@ -291,8 +295,10 @@ class StateDictTensors:
         """The storages over the host copy, by range and name, that views still hold after
         `point_to_device`."""
         addresses = self._held()
-        on_host = []
-        for r in self._ranges.all if addresses else ():
+        on_host: list[tuple[Range, str]] = []
+        if not addresses:
+            return on_host
+        for r in self._ranges.all:
             for entry in r.placed:
                 if r.host.address + entry.offset in addresses:
                     on_host.append((r, entry.name))

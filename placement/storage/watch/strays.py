@@ -79,7 +79,9 @@ def lasting_stray_references(
     drops its references to sent tensors."""
     strays = look()
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for seconds in _WAITS_SECONDS if has_group else ():
+    if not has_group:
+        return strays
+    for seconds in _WAITS_SECONDS:
         if not strays:
             break
         time.sleep(seconds)

@@ -147,8 +147,10 @@ class Watch:
         """Names of the storages that were written in place since the last look."""
         written = self._scanner.versions.written_since(self._ranges.versions)
         self._ranges.versions = self._scanner.versions
-        names = []
-        for r in self._ranges.all if written else ():
+        names: list[str] = []
+        if not written:
+            return names
+        for r in self._ranges.all:
             if r.transient or not self._ranges.are_values_lent:
                 names += [entry.name for entry in r.placed if entry.ref.cdata in written]
         return names
