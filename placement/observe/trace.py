@@ -18,11 +18,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from placement.core.errors import PlacementError
-from placement.core.journal import Journal
+from placement.core.journal import Journal, Record
 from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
@@ -32,42 +33,50 @@ _PHASES_TRACK = 1
 _PIECE_EVENTS = 512
 
 
-def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Iterator[Event]:
-    """The events of this process, track by track, not sorted by time. See `encoded_trace`."""
-    pid = os.getpid()
-    last = time.monotonic()
-    first = last - last_seconds
-    offset = time.time() - last - base_nanoseconds / 1e9
+@dataclass(frozen=True)
+class _Process:
+    """Makes the events of this process."""
 
-    def micros(seconds: float) -> float:
-        return round((seconds + offset) * 1e6, 3)
+    pid: int
+    offset_seconds: float  # from the monotonic clock to the trace's time
+
+    def micros(self, seconds: float) -> float:
+        return round((seconds + self.offset_seconds) * 1e6, 3)
 
     def span(
-        name: str, category: str, begin: float, end: float, track: int, **details: Any
+        self, name: str, category: str, begin: float, end: float, track: int, **details: Any
     ) -> Event:
-        duration = round((max(end, begin) - begin) * 1e6, 3)
         return {
             "ph": "X",
             "name": name,
             "cat": category,
-            "ts": micros(begin),
-            "dur": duration,
-            "pid": pid,
+            "ts": self.micros(begin),
+            "dur": round((max(end, begin) - begin) * 1e6, 3),
+            "pid": self.pid,
             "tid": track,
             "args": details,
         }
 
-    def named(kind: str, track: int, name: str) -> Event:
+    def name(self, kind: str, track: int, name: str) -> Event:
         arguments = {"name": name}
-        return {"ph": "M", "name": kind, "pid": pid, "tid": track, "args": arguments}
+        return {"ph": "M", "name": kind, "pid": self.pid, "tid": track, "args": arguments}
 
-    yield named("process_name", 0, f"placement {pid}")
-    yield named("thread_name", _PHASES_TRACK, "phases")
+    def counter(self, name: str, at: float, **values: int) -> Event:
+        return {"ph": "C", "name": name, "ts": self.micros(at), "pid": self.pid, "args": values}
+
+
+def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Iterator[Event]:
+    """The events of this process, track by track, not sorted by time. See `encoded_trace`."""
+    last = time.monotonic()
+    first = last - last_seconds
+    process = _Process(os.getpid(), time.time() - last - base_nanoseconds / 1e9)
+    yield process.name("process_name", 0, f"placement {process.pid}")
+    yield process.name("thread_name", _PHASES_TRACK, "phases")
     for phase in journal.phase_spans():
         if phase.end_seconds >= first:
             begin, end = phase.begin_seconds, phase.end_seconds
             details = {} if phase.only is None else {"only": list(phase.only)}
-            yield span(phase.phase, "phase", begin, end, _PHASES_TRACK, **details)
+            yield process.span(phase.phase, "phase", begin, end, _PHASES_TRACK, **details)
     tracks: dict[str, int] = {}
     since: dict[str, tuple[State, float]] = {}
     for record in [record for record in journal if record.at_seconds >= first]:
@@ -75,37 +84,32 @@ def _events(journal: Journal, last_seconds: float, base_nanoseconds: int) -> Ite
         end = record.at_seconds
         if handle not in tracks:
             tracks[handle] = _PHASES_TRACK + 1 + len(tracks)
-            yield named("thread_name", tracks[handle], handle)
-        track = tracks[handle]
+            yield process.name("thread_name", tracks[handle], handle)
         state, began = since.get(handle, (record.source, end - record.seconds))
-        yield span(state.value, "state", began, end, track)
+        yield process.span(state.value, "state", began, end, tracks[handle])
         if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD):
-            # A move lies at the end of its source state. Handles that move together each show the
-            # time of all.
-            move = span(
-                record.trigger.value,
-                "move",
-                max(began, end - record.seconds),
-                end,
-                track,
-                phase=record.phase,
-            )
-            move["args"] |= {"bytes": record.nbytes, "skipped_bytes": record.skipped_bytes}
-            if record.prefetched_bytes:
-                move["args"]["prefetched_bytes"] = record.prefetched_bytes
-            if record.seconds > 0:
-                move["args"]["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
-            yield move
-        yield {
-            "ph": "C",
-            "name": f"{handle} bytes",
-            "ts": micros(end),
-            "pid": pid,
-            "args": {"device": record.resident_bytes},
-        }
+            yield _move(process, record, began, tracks[handle])
+        yield process.counter(f"{handle} bytes", end, device=record.resident_bytes)
         since[handle] = record.target, end
     for handle, (state, began) in since.items():
-        yield span(state.value, "state", began, last, tracks[handle])
+        yield process.span(state.value, "state", began, last, tracks[handle])
+
+
+def _move(process: _Process, record: Record, began: float, track: int) -> Event:
+    """A move lies at the end of its source state, which began at `began`. Handles that move
+    together each show the time of all."""
+    end = record.at_seconds
+    details: dict[str, Any] = {
+        "phase": record.phase,
+        "bytes": record.nbytes,
+        "skipped_bytes": record.skipped_bytes,
+    }
+    if record.prefetched_bytes:
+        details["prefetched_bytes"] = record.prefetched_bytes
+    if record.seconds > 0:
+        details["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
+    begin = max(began, end - record.seconds)
+    return process.span(record.trigger.value, "move", begin, end, track, **details)
 
 
 def encoded_trace(

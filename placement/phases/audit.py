@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError, RegistrationError, listed
@@ -13,6 +13,7 @@ from placement.core.states import Plan
 from placement.engines.base import UNPUBLISHED
 from placement.registration.handle import Handle
 from placement.registration.registry import unregistered
+from placement.storage.managed import ManagedStorage
 from placement.storage.watch.writes import message
 
 if TYPE_CHECKING:
@@ -192,28 +193,30 @@ def chunk_bytes(handles: Iterable[Handle]) -> int:
 
 def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     """The findings about one handle. `belongs_on_device`: whether the plan has it there."""
+    for what, detail in _differences(handle, belongs_on_device):
+        yield Finding(handle=handle.name, what=what, detail=detail)
+
+
+def _differences(handle: Handle, belongs_on_device: bool) -> Iterator[tuple[str, str]]:
+    """The kind and the description of each finding."""
     if handle.broken is not None:
-        yield Finding(handle=handle.name, what="broken", detail=handle.broken)
+        yield "broken", handle.broken
         return
     try:
         handle.check_integrity()
     except IntegrityError as error:
-        yield Finding(handle=handle.name, what="leak", detail=str(error))
+        yield "leak", str(error)
     if not belongs_on_device and (leftovers := handle.storage.leftovers) is not None:
-        yield Finding(
-            handle=handle.name,
-            what="leak",
-            detail=f"{leftovers}, although it should be off the device",
-        )
+        yield "leak", f"{leftovers}, although it should be off the device"
     if handle.stale == UNPUBLISHED:
-        yield Finding(handle=handle.name, what="needs_weights", detail=UNPUBLISHED)
+        yield "needs_weights", UNPUBLISHED
     holding = handle.holding
     if holding is None:
         return
     try:
         drifted = holding.watch.drifted(on_device=holding.on_device)
     except RegistrationError as error:  # a tensor of it lies in another handle's memory
-        yield Finding(handle=handle.name, what="drift", detail=str(error))
+        yield "drift", str(error)
         return
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:
@@ -221,7 +224,13 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             f"{name} ({nbytes:,} bytes) is at no address of the handle: something outside "
             "placement added, moved or replaced it"
         )
-        yield Finding(handle=handle.name, what="drift", detail=detail)
+        yield "drift", detail
+    yield from _steppers(handle)
+    yield from _references(handle, holding)
+
+
+def _steppers(handle: Handle) -> Iterator[tuple[str, str]]:
+    """Parameters that an optimizer steps in vain, and optimizers that are not registered."""
     detached = handle.detached_parameters() - handle.detached_at_registration
     if detached > 0:
         owners = ", ".join(owner.name for owner in handle.owners)
@@ -231,27 +240,31 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             "optimizer. If add_param_group() brought them, they never move: register them as a "
             "part of the module"
         )
-        yield Finding(handle=handle.name, what="drift", detail=detail)
+        yield "drift", detail
     for kind in unregistered(handle):
         detail = (
             f"a {kind} that is not registered stepped its parameters; its state stays on the "
             "device in every phase: register it"
         )
-        yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
-    views = holding.state_dict_tensors.left_on_host() if holding.on_device else []
-    for _, name in views:
-        detail = (
-            f"a view of {name} of a state dict, taken while the handle was offloaded, shows the "
-            "host copy and not the device"
-        )
-        yield Finding(handle=handle.name, what="stray_reference", detail=detail)
+        yield "unregistered_optimizer", detail
+
+
+def _references(handle: Handle, holding: ManagedStorage) -> Iterator[tuple[str, str]]:
+    """References from outside that show the wrong bytes."""
+    if holding.on_device:
+        for _, name in holding.state_dict_tensors.left_on_host():
+            detail = (
+                f"a view of {name} of a state dict, taken while the handle was offloaded, shows "
+                "the host copy and not the device"
+            )
+            yield "stray_reference", detail
     handle.look_for_strays()
     if handle.stray_references:
         detail = (
             f"{handle.stray_references} references to its storages existed outside it at the last "
             f"offload ({handle.stray_names})"
         )
-        yield Finding(handle=handle.name, what="stray_reference", detail=detail)
+        yield "stray_reference", detail
 
 
 def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:

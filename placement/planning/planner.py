@@ -228,8 +228,10 @@ class Planner:
 
     def limit_bytes(self, view: View) -> int:
         """Device bytes that a plan may take: the budget, and before the phase has run once
-        everything that is available. The least budget of a group may be such a guess of a rank that
-        was restarted, so it lacks the headroom, too: that rank refuses what it has not itself."""
+        everything that is available.
+
+        The least budget of a group may be a guess: that of a rank that was restarted, which takes
+        the headroom off. Here it is put back, because that rank refuses by itself what it lacks."""
         handles = view.handles.values()
         if self._settings.budget_bytes is None and view.phase not in self._others_bytes:
             limit_bytes = self._available_bytes(handles)

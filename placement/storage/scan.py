@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -411,38 +411,53 @@ class StorageScanner:
         """
         if not new:
             return [], None
-        storages = [tensors[0].tensor.untyped_storage() for tensors in new.values()]
-        owners = RANGES.owners_of(storage.data_ptr() for storage in storages)
-        other_owners = dict[int, Owner]()
-        for key, owner in zip(new, owners, strict=True):
-            if owner is not None and owner is not self._owner():
-                other_owners[key] = owner
+        other_owners = self._owners_by_address(new)
         modules = set[Owner | None]()
         if not self.adapter.hands_back:
             modules = self._modules()
-            for other in _SCANNERS:
-                owner = other._owner()
-                if owner is None or other is self:
-                    continue
-                # a storage that another object has got since its last look is its own all the same
-                if owner not in modules and other.discovered.isdisjoint(new):
-                    continue
-                keys = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
-                for key in new:
-                    if key in keys and (owner in modules or key in other.discovered):
-                        other_owners.setdefault(key, owner)
+            for key, owner in self._owners_by_last_look(new, modules).items():
+                other_owners.setdefault(key, owner)
         for key, owner in other_owners.items():
             # first one that is not only held, if there is any
-            tensors = sorted(new[key], key=lambda owned: owned.held)
+            owned = min(new[key], key=lambda owned: owned.held)
             is_left = (
                 self.adapter.hands_back
                 or owner in modules
-                or (tensors[0].wrapper is not None and is_sparse(tensors[0].wrapper))
-                or tensors[0].held
+                or (owned.wrapper is not None and is_sparse(owned.wrapper))
+                or owned.held
             )
             if not is_left:
-                return [], _refusal(tensors[0], self.name, self.adapter.kind, owner.name)
+                return [], _refusal(owned, self.name, self.adapter.kind, owner.name)
         return [*other_owners], None
+
+    def _owners_by_address(self, new: Mapping[int, list[Owned]]) -> dict[int, Owner]:
+        """The other handles in whose ranges storages among `new` lie."""
+        storages = [tensors[0].tensor.untyped_storage() for tensors in new.values()]
+        owners = RANGES.owners_of(storage.data_ptr() for storage in storages)
+        own = self._owner()
+        return {
+            key: owner
+            for key, owner in zip(new, owners, strict=True)
+            if owner is not None and owner is not own
+        }
+
+    def _owners_by_last_look(
+        self, new: Mapping[int, list[Owned]], modules: Collection[Owner | None]
+    ) -> dict[int, Owner]:
+        """The other handles that have got storages among `new` since their last look: these are
+        theirs all the same. Of `modules` also those that they have now."""
+        other_owners = dict[int, Owner]()
+        for other in _SCANNERS:
+            owner = other._owner()
+            if owner is None or other is self:
+                continue
+            if owner not in modules and other.discovered.isdisjoint(new):
+                continue
+            keys = {*map(_CDATA, map(_STORAGE, other.tensors_now()))}
+            for key in new:
+                if key in keys and (owner in modules or key in other.discovered):
+                    other_owners.setdefault(key, owner)
+        return other_owners
 
     def _modules(self) -> set[Owner | None]:
         """For an optimizer: the owners of the parameters that it steps."""

@@ -274,12 +274,7 @@ class Exchange:
             self.device.wait_for_work()
         try:
             early = self._begin(out, into)
-            departures = []
-            for holding in out:
-                departure = Departure(holding, aside_bytes=self._aside_bytes(holding))
-                if holding in self.dropping:
-                    departure.dropped = holding.gradients.ranges(holding.ranges)
-                departures.append(departure)
+            departures = [self._departure_of(holding) for holding in out]
             self._puts_aside = any(departure.aside_bytes for departure in departures)
             if departures:
                 self._enqueue_first(departures)
@@ -290,14 +285,7 @@ class Exchange:
             # Look at every tensor only now, while the link is busy. Vacate only after that: the
             # memory of a range may hold new tensors, which a state dict gave the object, and they
             # must be taken in first.
-            for departure in departures:
-                departure.fresh, departure.has_new_state = departure.holding.take_in_leaving(
-                    drops_gradients=departure.dropped is not None
-                )
-                departure.copied_bytes += sum(sum(r.layout.sizes) for r in departure.fresh)
-            for holding in into:
-                self._arrivals.expect(holding, holding.take_in_coming())
-            self._wait_for_new_storages(departures)
+            self._take_in_new(departures, into)
             if self._puts_aside:
                 self._let_stay(departures)
                 self._arrivals.open_window(self._room_bytes)
@@ -308,6 +296,24 @@ class Exchange:
             raise
         seconds = time.monotonic() - began
         return {holding: replace(result, seconds=seconds) for holding, result in results.items()}
+
+    def _departure_of(self, holding: ManagedStorage) -> Departure:
+        departure = Departure(holding, aside_bytes=self._aside_bytes(holding))
+        if holding in self.dropping:
+            departure.dropped = holding.gradients.ranges(holding.ranges)
+        return departure
+
+    def _take_in_new(self, departures: Sequence[Departure], into: Sequence[ManagedStorage]) -> None:
+        """Give the storages that have come since the last look places, and wait until the bytes of
+        those that leave are on the host."""
+        for departure in departures:
+            departure.fresh, departure.has_new_state = departure.holding.take_in_leaving(
+                drops_gradients=departure.dropped is not None
+            )
+            departure.copied_bytes += sum(sum(r.layout.sizes) for r in departure.fresh)
+        for holding in into:
+            self._arrivals.expect(holding, holding.take_in_coming())
+        self._wait_for_new_storages(departures)
 
     def _go_back(
         self, out: Sequence[ManagedStorage], into: Sequence[ManagedStorage], error: BaseException
