@@ -270,6 +270,7 @@ class Manager:
             if old is not None:
                 if old.object is target:
                     return old
+                registry.check_name_and_role(name, role)  # before the old one goes
                 for handle in (*self._stack.steppers_of(old), old):
                     self._stack.forget(handle)
             is_new = name not in registry.handles
@@ -354,8 +355,8 @@ class Manager:
 
         Entering moves every handle where the policy wants it in this phase. Leaving moves every
         handle where the enclosing phase wants it (outside every phase: `idle`). If you call
-        `__enter__` yourself, keep the returned object until you call `__exit__`: a phase whose
-        object is garbage-collected is left.
+        `__enter__` yourself, keep what `phase` returned until you call its `__exit__`: a phase
+        whose object is garbage-collected is left.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.

@@ -73,6 +73,9 @@ class Colocated:
                 f"optimizer_in must be one of {', '.join(get_args(OptimizerIn))}, not "
                 f"{optimizer_in!r}"
             )
+        for name, value in (("stream_sync", stream_sync), ("drop_gradients", drop_gradients)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")  # noqa: TRY004
         self.optimizer_in = optimizer_in
         self.stream_sync = stream_sync
         self.drop_gradients = drop_gradients

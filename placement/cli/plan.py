@@ -121,7 +121,7 @@ def _forecast(policy: str, arguments: argparse.Namespace, settings: Settings) ->
         policy=policy,
         cycle=arguments.cycle,
         budget_bytes=arguments.budget or settings.budget_bytes,
-        link=_link(arguments.link),
+        link=arguments.link,
         work_seconds=_seconds_of(arguments.work),
         shards=arguments.shards,
         worker_role=arguments.worker_role or settings.worker_role,
@@ -188,14 +188,6 @@ def _engine(arguments: argparse.Namespace, roles: Sequence[str]) -> forecasting.
     return forecasting.Rollout(
         weights_bytes, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights
     )
-
-
-def _link(text: str | None) -> float | str | None:
-    """The rate that a text is; else the text, a file's path."""
-    try:
-        return None if text is None else float(parse_bytes(text))
-    except ValueError:
-        return text
 
 
 def _seconds_of(text: str) -> dict[str, float]:

@@ -85,7 +85,7 @@ def _worker_row(view: View) -> tuple[str, ...]:
     stall = stall_seconds / max(sum(snapshot["phase_seconds"].values()), 1e-9)
     return (
         view["name"],
-        " > ".join(snapshot["phases"]) or "idle",
+        " > ".join(snapshot["phases"]) or ("suspended" if snapshot.get("suspended") else "idle"),
         readable(sum(handle["resident_bytes"] for handle in held)),
         readable(snapshot["device_total_bytes"]),
         f"{used:.0%}",
@@ -202,18 +202,34 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 def _places(arguments: argparse.Namespace) -> list[str]:
     """Where the workers are. Raises PlacementError: neither the command line nor the environment
     says it."""
-    places = arguments.workers or [Settings.from_any(None).discovery]
-    if places == [None]:
+    if arguments.workers:
+        return list(arguments.workers)
+    try:
+        discovery = Settings.from_any(None).discovery
+    except ValueError as error:
+        raise PlacementError(str(error)) from error
+    if discovery is None:
         raise PlacementError(
             "no workers named: give a worker's URL or a discovery folder, or set "
             "PLACEMENT_DISCOVERY"
         )
-    return places
+    return [discovery]
+
+
+def _targets(arguments: argparse.Namespace) -> list[Target]:
+    """The workers that were named. Raises PlacementError: there is none."""
+    places = _places(arguments)
+    workers = find_targets(places)
+    if not workers:
+        raise PlacementError(f"no worker has announced itself in {', '.join(places)}")
+    return workers
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts
     need not parse the output."""
+    if arguments.watch is not None and arguments.json:
+        raise PlacementError("--watch shows tables: leave --json out, or run it again and again")
     if arguments.incident is not None:
         print(incident_report(arguments.incident))
         return 0
@@ -298,9 +314,7 @@ def run_control(arguments: argparse.Namespace) -> int:
         is_as_asked = status.suspended is (arguments.command == "suspend")
         return is_as_asked, f"{worker.name}: {word}, epoch {status.epoch}, {held}"
 
-    workers = find_targets(_places(arguments))
-    if not workers:
-        raise PlacementError(f"no worker has announced itself in {', '.join(_places(arguments))}")
+    workers = _targets(arguments)
     with ThreadPoolExecutor(len(workers)) as pool:
         answers = list(pool.map(answer_of, workers))
     print("\n".join(text for _, text in answers))
@@ -311,9 +325,7 @@ def run_control(arguments: argparse.Namespace) -> int:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "workers", nargs="+", metavar="WORKER", help="a worker's URL, or a discovery folder"
-    )
+    _add_workers(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -337,26 +349,26 @@ def _seconds(text: str) -> float:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the journals of running workers as one Chrome trace, and print how many events it
-    has."""
-    workers = find_targets(arguments.workers)
+    """Write the journals of running workers as one Chrome trace, and print how many events it has.
+    Returns 1 when a worker does not answer: the file has the others."""
+    workers = _targets(arguments)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
     target = Path(arguments.output)
     count = 0
+    silent: list[str] = []  # workers without a trace, each with the reason
 
     def events() -> Iterator[Event]:
         nonlocal count
         # one after the other, so that only one worker's are in memory
         for number, worker in enumerate(workers, start=1):
             try:
-                trace = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
-                of_worker = trace["traceEvents"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise PlacementError(
-                    f"{worker.url}/trace did not return a trace; check that this is a placement "
-                    "worker"
-                ) from error
-            for event in of_worker:
+                events_of_worker = _trace_of(worker, query)
+            except PlacementError as error:
+                silent.append(f"{worker.name}: {error}")
+                if len(silent) == len(workers):
+                    raise
+                continue
+            for event in events_of_worker:
                 event["pid"] = number  # processes of two nodes may have the same id
                 if event.get("name") == "process_name":
                     event["args"]["name"] = worker.name
@@ -368,11 +380,27 @@ def run_trace(arguments: argparse.Namespace) -> int:
             file.writelines(encoded(events()))
     except OSError as error:
         raise PlacementError(f"cannot write {target}: {error.strerror}") from error
+    for text in silent:
+        print(text, file=sys.stderr)
+    num_workers = len(workers) - len(silent)
     print(
-        f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it "
-        "in https://ui.perfetto.dev"
+        f"{target}: {count:,} events of {num_workers} worker{'s' * (num_workers != 1)}; open it in "
+        "https://ui.perfetto.dev"
     )
-    return 0
+    return int(bool(silent))
+
+
+def _trace_of(worker: Target, query: str) -> list[Event]:
+    """The events of a worker. Raises PlacementError: it does not answer, or with something else."""
+    try:
+        events: list[Event] = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))[
+            "traceEvents"
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlacementError(
+            f"{worker.url}/trace did not return a trace; check that this is a placement worker"
+        ) from error
+    return events
 
 
 # --- placement dashboards

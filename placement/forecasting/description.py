@@ -6,6 +6,7 @@ A `Forecast` is immutable, and JSON by `model_dump_json()`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from placement.core.settings import nearest
+from placement.core.settings import nearest, parse_bytes
 from placement.core.snapshot import Frozen, TransitionSeconds
 from placement.core.states import IDLE, PHASES, OwnPhases, State
 
@@ -48,9 +49,11 @@ def cycle_of(
         cycle = CYCLES.get(cycle) or words
     names = (*PHASES, *(own or {}))
     phases = []
-    for word in cycle:
-        name, has_handles, handles = word.strip().removesuffix("]").partition("[")
+    for word in map(str.strip, cycle):
+        name, has_handles, handles = word.removesuffix("]").partition("[")
         name = name.strip()
+        if bool(has_handles) is not word.endswith("]"):
+            raise ValueError(f"phase {word!r}: write handles as in 'log_prob[actor+ref]'")
         if name not in names:
             raise ValueError(
                 f"unknown phase {name!r}{nearest(name, (*names, *CYCLES)) or ';'} known: "
@@ -84,16 +87,23 @@ class Link(Frozen):
 
     @classmethod
     def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
-        """A link as it is, one with the same rate each way (bytes a second), or the one in a file
-        of `placement doctor --json`.
+        """A link as it is, one with the same rate each way (bytes a second, or text such as
+        "50GB"), or the one in a file of `placement doctor --json`.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not such a file.
+            ValueError: it is not such a file, or the rate is not positive.
         """
         if isinstance(source, Link):
             return source
+        if isinstance(source, str):
+            with contextlib.suppress(ValueError):
+                source = parse_bytes(source)
         if isinstance(source, (int, float)):
+            if source <= 0:
+                raise ValueError(
+                    f"link: {source} bytes a second is no rate; write one such as 50GB"
+                )
             return cls(to_device_bytes_per_second=source, to_host_bytes_per_second=source)
         path = Path(source)
         advice = "write one with: placement doctor --json > doctor.json"

@@ -175,8 +175,9 @@ class SizesDevice(Device):
             self.chunk_bytes = like.chunk_bytes
         else:
             measured = None if link is None else link.chunk_bytes
-            self.granularity = GRANULARITY
             self.chunk_bytes = measured or CHUNK_BYTES
+            # the chunks of a small simulated device are smaller
+            self.granularity = min(GRANULARITY, self.chunk_bytes)
         self.link = link
         self._copies = _Copies(link or Link.of(_SLOW))
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()

@@ -65,7 +65,9 @@ class Incidents:
                 finally:
                     raised.add_note(f"{_NOTE}{folder} (placement status --incident {folder})")
         except Exception as failure:  # of the disk, of the device, of an error that takes no note
-            logger.warning("an incident is not complete: %s", failure)
+            logger.warning(
+                "incidents=%s: an incident is not complete: %s", self._settings.incidents, failure
+            )
 
     def _new_folder(self, directory: str) -> Path:
         name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.uname().nodename}-{os.getpid()}"

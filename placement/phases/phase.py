@@ -431,10 +431,10 @@ def names_of(
 ) -> tuple[str, ...] | None:
     """An option such as `only=` as a tuple of names. Raises TypeError: it is one string, whose
     letters would be taken for names, or has anything else."""
-    if isinstance(only, str):
-        raise TypeError(f"{option}= takes a list of names: {option}=[{only!r}]")
     if only is None:
         return None
+    if isinstance(only, str) or not isinstance(only, Iterable):
+        raise TypeError(f"{option}= takes a list of names: {option}=[{only!r}]")
     names = []
     for handle_or_name in only:
         name: Any = getattr(handle_or_name, "name", handle_or_name)

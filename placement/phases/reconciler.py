@@ -264,8 +264,9 @@ class Reconciler:
     # --- measuring
 
     def _end_transition(self, phase: str, num_moves: int) -> None:
-        """Measure if anything has moved since the journal had `num_moves`."""
-        if self._journal.num_moves != num_moves:
+        """Measure if anything has moved since the journal had `num_moves`, or may have come
+        early."""
+        if self._journal.num_moves != num_moves or self.prefetcher.has_any:
             self.measure(phase)
             self.outside.measure(self.planner.memory)
 

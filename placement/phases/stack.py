@@ -358,7 +358,7 @@ class PhaseStack:
 
     def find(self, handle_or_name: Handle | str) -> Handle:
         """The registered handle that a user names. Raises PhaseError: there is none."""
-        name = handle_or_name if isinstance(handle_or_name, str) else handle_or_name.name
+        name = str(getattr(handle_or_name, "name", handle_or_name))
         handle = self._handles.get(name)
         if handle is None:
             raise PhaseError(unknown_handle(name, self._handles))

@@ -108,6 +108,8 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
             "no phase that ships needs role 'teacher': give the manager one that does, "
             'phases={"distill": ["actor", "teacher"]}, and open manager.phase("distill")'
         )
+    elif handle.readonly and phases == ("train",):
+        reason = "it was registered with readonly=True, so it is never trained"
     if phase not in phases:
         # the policy knows by roles which handles log_prob needs
         return reason if reason and "log_prob" in phases else advice

@@ -103,7 +103,11 @@ class Registry:
     ) -> Handle:
         """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values.
         `ranks`: those that share the host copy."""
-        self._check_name_and_role(name, role)
+        self.check_name_and_role(name, role)
+        if name in self.handles:
+            raise RegistrationError(
+                f"{name!r} is registered already; unregister it first or choose another name"
+            )
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
@@ -178,18 +182,15 @@ class Registry:
                 engines.append(handle)
         return engines
 
-    def _check_name_and_role(self, name: object, role: str | None) -> None:
+    def check_name_and_role(self, name: object, role: str | None) -> None:
+        """Raise RegistrationError unless they are a name and a role."""
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RegistrationError(f"handle name {name!r} must match {NAME.pattern}")
-        if name in self.handles:
-            raise RegistrationError(
-                f"{name!r} is registered already; unregister it first or choose another name"
-            )
         if role is not None and role not in ROLES:
             raise RegistrationError(f"{name!r}: role {role!r} is none of {', '.join(ROLES)}")
 
     def _owner(self, name: str, owner: Handle | str) -> Handle:
-        handle = self.handles.get(owner if isinstance(owner, str) else owner.name)
+        handle = self.handles.get(str(getattr(owner, "name", owner)))
         if handle is None or handle.kind == "optimizer":
             raise RegistrationError(
                 f"{name!r}: owner {owner!r} is not a registered module of this manager; register "
@@ -213,6 +214,11 @@ class Registry:
                     f"{self._by_key[key].name!r}"
                 )
         if isinstance(adapter, OptimizerAdapter):
+            if handle.readonly:
+                raise RegistrationError(
+                    f"{handle.name!r}: each step of an optimizer changes its state, so it cannot "
+                    "be readonly; leave readonly=True out"
+                )
             self._find_owners(handle, adapter)
             modules = [owner.modules_adapter for owner in handle.owners]
             # may make it external

@@ -82,6 +82,9 @@ def test_a_link_is_as_slow_as_its_slower_direction() -> None:
     assert seconds(link, 100, 50) == pytest.approx(2.5)
     assert seconds(link, 100, 75) == pytest.approx(2.5 + 25 / 25)
     assert Link.of(link) is link
+    assert Link.of("50GB") == Link.of(50e9)
+    with pytest.raises(ValueError, match="0 bytes a second is no rate"):
+        Link.of("0")
 
 
 def test_the_doctors_file_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +94,7 @@ def test_the_doctors_file_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # whoever looks at figures waits until they have settled
     monkeypatch.setattr(inspection, "_MOST_SECONDS", 0.0)
     monkeypatch.setattr(doctor, "_PAUSE_SECONDS", 0.0)
-    device = select_device("simulated:64MiB")
+    device = select_device("simulated:256MiB")  # with smaller chunks than a GPU
     found = doctor.examine(device, MIB)
     device.close()
     path = tmp_path / "doctor.json"
@@ -332,6 +335,8 @@ def test_cycles() -> None:
         ("grop", "unknown phase 'grop', did you mean 'grpo'"),
         (["trian"], "did you mean 'train'"),
         (["train]actor"], "unknown phase 'train]actor'"),
+        ("log_prob[actor,train", r"phase 'log_prob\[actor': write handles as in"),
+        (["train]"], "phase 'train]': write handles as in"),
         (["idle"], "has no phase"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -102,7 +102,9 @@ def test_status_as_json_and_from_the_environment(
 
 
 def test_what_is_wrong_shows_and_is_the_exit_status(
-    workers: list[placement.Manager], capsys: pytest.CaptureFixture[str]
+    workers: list[placement.Manager],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with workers[0].serve() as server:
         assert main(["status", server.url, "http://127.0.0.1:9"]) == 1
@@ -110,6 +112,15 @@ def test_what_is_wrong_shows_and_is_the_exit_status(
         assert "http://127.0.0.1:9/workers does not answer" in out
         assert main(["status"]) == 1
         assert "no workers named" in capsys.readouterr().err
+        monkeypatch.setenv("PLACEMENT_POLCY", "x")
+        assert main(["status"]) == 1
+        assert "did you mean 'PLACEMENT_POLICY'" in capsys.readouterr().err
+        assert main(["status", server.url, "--watch", "--json"]) == 1
+        assert "leave --json out" in capsys.readouterr().err
+        workers[0].suspend()
+        assert main(["status", server.url]) == 0
+        assert "suspended" in capsys.readouterr().out
+        workers[0].resume()
         assert main(["status", "no/such/folder"]) == 1
         assert (
             "and no discovery folder (workers create it when they announce themselves)"

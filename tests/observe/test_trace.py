@@ -121,6 +121,12 @@ def test_the_command_puts_workers_side_by_side(
     assert {event["pid"] for event in events_of(path, "X")} == {1, 2}
     assert main(["trace", one.url, "-o", str(tmp_path / "gone.json")]) == 1
     assert "does not answer: Connection refused\n" in capsys.readouterr().err
+    with manager.serve() as server:  # a worker that was killed does not hide the others
+        assert main(["trace", one.url, server.url, "-o", str(path)]) == 1
+        captured = capsys.readouterr()
+        assert "does not answer: Connection refused" in captured.err
+        assert "of 1 worker;" in captured.out
+        assert {event["pid"] for event in events_of(path, "X")} == {2}
     path.unlink()
     with manager.serve() as server:
         assert main(["trace", server.url, "-o", str(tmp_path / "absent/trace.json")]) == 1

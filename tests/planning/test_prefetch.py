@@ -86,6 +86,16 @@ def test_a_load_copies_nothing_that_arrived_early() -> None:
     assert worker.manager.metrics()["placement/prefetch_used_gb"] == 0
 
 
+def test_bytes_that_come_early_where_nothing_moves_are_in_the_budget_once() -> None:
+    worker = early_worker({"reward": {"critic": ALL}})
+    with worker.manager.phase("reward"):  # the first time its budget lacks the headroom
+        pass
+    with worker.manager.phase("reward"):
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        snapshot = worker.manager.snapshot()
+        assert snapshot.budget_bytes <= snapshot.device_total_bytes
+
+
 def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
     plain = Worker()
     with plain.manager.phase("log_prob"):

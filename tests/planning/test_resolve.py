@@ -192,6 +192,7 @@ class TestResolve:
                     r"optimizer_step"
                 ),
             ),
+            ("colocated(drop_gradients='False')", "drop_gradients must be True or False"),
             (
                 f"{__name__}:THIRD_PARTY(1)",
                 ("no policy .* only a class takes options, and .* is a str"),

@@ -98,7 +98,7 @@ def test_what_cannot_be_registered(worker: Worker) -> None:
 
 def test_odd_names_roles_and_owners(worker: Worker) -> None:
     model, sgd = net(), torch.optim.SGD(worker.net.parameters(), lr=0.1)
-    wrong: list[tuple[Any, Any, dict[str, str], str]] = [
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
         *(
             (each, model, {}, "must match")
             for each in ("", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a")
@@ -107,12 +107,17 @@ def test_odd_names_roles_and_owners(worker: Worker) -> None:
         ("more", model, {"role": "actr"}, "role 'actr' is none of actor, ref"),
         *(
             ("more", sgd, {"owner": each}, "not a registered module")
-            for each in ("actr", "actor.optimizer")
+            for each in ("actr", "actor.optimizer", 3)
         ),
+        ("actor", model, {"role": "actr", "replace": True}, "role 'actr' is none of actor, ref"),
+        ("more", sgd, {"readonly": True}, "leave readonly=True out"),
     ]
     for name, target, keywords, message in wrong:
         with pytest.raises(RegistrationError, match=message):
             worker.manager.register(name, target, **keywords)
+    for call in (worker.manager.unregister, lambda name: worker.manager.phase("train", only=name)):
+        with pytest.raises((PhaseError, TypeError), match=r"no handle '3'|only= takes a list"):
+            call(3)
     assert not in_a_range(model[0].weight)
     assert model(torch.ones(1, 64)).isfinite().all()
 

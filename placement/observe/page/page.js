@@ -153,7 +153,7 @@ function card(worker) {
   const { snapshot } = worker;
   const seconds = Object.values(snapshot.phase_seconds).reduce((all, one) => all + one, 0);
   const stalled = Object.values(snapshot.phase_stall_seconds).reduce((all, one) => all + one, 0);
-  const facts = `phase ${snapshot.phases.join(" › ") || "idle"} · ${snapshot.device} · policy ${snapshot.policy} · ${(100 * stalled / Math.max(seconds, 1e-9)).toFixed(1)} % of its time waiting for moves`;
+  const facts = `phase ${snapshot.phases.join(" › ") || (snapshot.suspended ? "suspended" : "idle")} · ${snapshot.device} · policy ${snapshot.policy} · ${(100 * stalled / Math.max(seconds, 1e-9)).toFixed(1)} % of its time waiting for moves`;
   const head = make("div", { class: "head" }, make("h2", {}, worker.name), make("span", { class: "facts" }, facts), make("span", { class: "bad" }, troubles(snapshot)));
   return make("article", {}, head, bar(snapshot), make("h3", {}, "handles"), handles(worker), make("h3", {}, "states over time"), timeline(worker), events(worker));
 }
