@@ -31,7 +31,7 @@ from placement.core.errors import CheckpointError, PlacementError
 from placement.core.modes import without_modes
 from placement.phases.phase import names_of
 from placement.registration.guards import is_off
-from placement.storage.transfer.mirror import mirror
+from placement.storage.transfer.host_refresh import refresh_host_copy
 from placement.storage.watch.state_dicts import are_only_read
 from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
@@ -173,7 +173,7 @@ def async_save(
                 for name, values in state.items():
                     handle = manager.handles[name]
                     if handle.holding is not None:
-                        mirror(handle.holding)
+                        refresh_host_copy(handle.holding)
                         lent_copies.callback(handle.holding.lend_host_copy().set)
                     frozen[name] = _frozen(handle, values)
             return writer(os.getpid()).submit(write)

@@ -446,7 +446,7 @@ class PhaseStack:
         while self._gone:
             handle, is_gone = self._gone[0], self._gone[0].is_gone
             if self._handles.get(handle.name) is handle and (
-                is_gone or (handle.holding is not None and handle.holding.is_leaving)
+                is_gone or (handle.holding is not None and handle.holding.is_handing_back)
             ):
                 if is_gone and not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)

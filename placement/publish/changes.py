@@ -30,7 +30,7 @@ from placement.publish.ahead import ReadAhead, Wanted, plainly
 from placement.storage.base import Storage
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.transfer.mirror import mirror
+from placement.storage.transfer.host_refresh import refresh_host_copy
 
 # the integer type that shows a dtype's bits, by its bytes
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -134,7 +134,7 @@ class Published:
         has done so already. Waits for the copies."""
         for r, prints in self.prints.items():
             if r.pages.prints is None or not r.pages.prints.cpu().equal(prints):
-                mirror(storage)
+                refresh_host_copy(storage)
                 return
 
 

@@ -166,7 +166,7 @@ class Storage(abc.ABC):
     ) -> torch.Tensor | None:
         """A tensor of the same form over its bytes in the host copy. The caller only reads it,
         before it changes or under a lock of `lend_host_copy`. None for a tensor that the host copy
-        does not have now. While the object is loaded, it is right after `mirror`.
+        does not have now. While the object is loaded, it is right after `refresh_host_copy`.
         `storages`: the storages that were made for the same reader, by address. Tensors that shared
         a storage share one again."""
         return None

@@ -101,10 +101,10 @@ class ManagedStorage(Storage):
         return self.stage is Stage.SETTLED
 
     @property
-    def is_leaving(self) -> bool:
+    def is_handing_back(self) -> bool:
         """Whether an `unadopt` has begun and not ended. It must be called again before the object
         moves."""
-        return self.stage is Stage.LEAVING
+        return self.stage is Stage.HANDING_BACK
 
     # --- measuring
 
@@ -825,16 +825,19 @@ class ManagedStorage(Storage):
         # a new tensor that cannot be moved must not keep the object's values here
         self.adapter.hands_back = True
         try:
-            chunk_pool = self._ready_to_leave(is_repeated=stage_before is Stage.LEAVING)
+            chunk_pool = self._ready_to_leave(is_repeated=stage_before is Stage.HANDING_BACK)
         except BaseException:
             self.adapter.hands_back = False
             if self.on_device:
-                if stage_before in (Stage.SETTLED, Stage.LEAVING):  # it stays, and can be called
+                if stage_before in (
+                    Stage.SETTLED,
+                    Stage.HANDING_BACK,
+                ):  # it stays, and can be called
                     for listener in self.announce.came:
                         listener()
                 self.stage = stage_before  # an offload that broke off has still to go back
             raise
-        self.stage = Stage.LEAVING
+        self.stage = Stage.HANDING_BACK
 
         def have_left(address: int) -> None:
             if self.on_device:

@@ -32,7 +32,7 @@ class Stage(enum.Enum):
     VACATING = enum.auto()
     # True, then False. `unadopt` has begun to move tensors out, and must be called again before any
     # other step.
-    LEAVING = enum.auto()
+    HANDING_BACK = enum.auto()
 
 
 @dataclass(slots=True)

@@ -12,12 +12,12 @@ from placement.storage.move import Stage
 from tests.faults.harness import many_cases
 
 NEXT = {
-    Stage.SETTLED: {Stage.BEGUN, Stage.STEPPING, Stage.LEAVING},
-    Stage.BEGUN: {Stage.BEGUN, Stage.HIDING, Stage.VACATING, Stage.SETTLED, Stage.LEAVING},
+    Stage.SETTLED: {Stage.BEGUN, Stage.STEPPING, Stage.HANDING_BACK},
+    Stage.BEGUN: {Stage.BEGUN, Stage.HIDING, Stage.VACATING, Stage.SETTLED, Stage.HANDING_BACK},
     Stage.STEPPING: {Stage.BEGUN},
     Stage.HIDING: {Stage.HIDING, Stage.VACATING, Stage.BEGUN},
     Stage.VACATING: {Stage.VACATING, Stage.BEGUN, Stage.SETTLED},
-    Stage.LEAVING: {Stage.LEAVING, Stage.BEGUN},
+    Stage.HANDING_BACK: {Stage.HANDING_BACK, Stage.BEGUN},
 }
 """The stages that may follow each one, whatever fails."""
 # the stages that begin with that decision alone

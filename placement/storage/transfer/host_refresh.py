@@ -9,7 +9,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 
 
-def mirror(storage: ManagedStorage) -> None:
+def refresh_host_copy(storage: ManagedStorage) -> None:
     """Copy the chunks that changed on the device to the host copy, as an offload would.
 
     Nothing moves and no memory is given up, for a reader of the host copy (an asynchronous
