@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,6 +18,9 @@ import torch._subclasses.functional_tensor
 import torch._subclasses.schema_check_mode
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Left(threading.local):
@@ -28,6 +33,24 @@ _num_function_modes = torch._C._len_torch_function_stack
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_any_autocast_on = torch._C._is_any_autocast_enabled
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+    """Have torch.compile leave a method, and all that it calls, alone: the graph ends before the
+    call. As `torch.compiler.disable`, but dynamo is not imported (1.6 s) where nobody compiles."""
+    uncompiled_method: Callable[P, T] | None = None
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal uncompiled_method
+        if "torch._dynamo" not in sys.modules:
+            return method(*args, **kwargs)
+        if uncompiled_method is None:
+            uncompiled_method = torch.compiler.disable(method)
+        return uncompiled_method(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo does not trace it
+    return call
 
 
 def without_modes() -> AbstractContextManager[None]:

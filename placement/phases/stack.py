@@ -18,6 +18,7 @@ from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, DeviceMemoryError, PhaseError
 from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
+from placement.core.modes import uncompiled
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
@@ -131,6 +132,7 @@ class PhaseStack:
 
     # --- entering and switching
 
+    @uncompiled
     def enter(self, phase: OpenPhase) -> None:
         """Open a phase: see `_change`. An outermost one waits for the end of a suspension."""
         while True:
@@ -154,6 +156,7 @@ class PhaseStack:
             request = PhaseRequest(phase.name, phase.only, plan_of_others, phases.all, phases.kept)
             self._change(phase, "enter", request)
 
+    @uncompiled
     def switch(self, phase: OpenPhase, name: str, only: tuple[str, ...] | None) -> None:
         """End the innermost phase and begin another in its place: see `_change`. Raises PhaseError,
         with nothing noted: `phase` is not open, or not the innermost."""
@@ -213,6 +216,7 @@ class PhaseStack:
 
     # --- leaving
 
+    @uncompiled
     def leave(self, phase: OpenPhase, error: BaseException | None) -> None:
         """Leave a phase: see `_leave`. A suspension that was asked for follows the outermost."""
         try:
@@ -246,7 +250,8 @@ class PhaseStack:
             with telling, self._leaving_to(around) as left_to:
                 try:
                     self._note_end(phase)
-                    self._end_keeps()
+                    if phases.kept:
+                        self._end_keeps()
                     plan, failures = phases.plan_after(phase)
                     if phase.to_keep:
                         phases.kept = self._worth_keeping(phase)
@@ -312,6 +317,7 @@ class PhaseStack:
 
     # --- within a phase
 
+    @uncompiled
     def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
         """Offload a handle for the rest of the innermost phase: see `Phase.done_with`."""
         with self.lock.transition():

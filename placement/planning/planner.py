@@ -224,7 +224,9 @@ class Planner:
         for handle in handles:
             if not handle.external:
                 available_bytes += handle.resident_bytes
-        return available_bytes
+        # new state of an optimizer is in ordinary memory on the simulated device
+        most_bytes = self.memory.total_bytes - self.memory.poison_bytes
+        return available_bytes if available_bytes < most_bytes else most_bytes
 
     def limit_bytes(self, view: View) -> int:
         """Device bytes that a plan may take: the budget, and before the phase has run once

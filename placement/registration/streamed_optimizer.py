@@ -23,7 +23,7 @@ import torch
 
 from placement.core.errors import IntegrityError, PhaseError
 from placement.core.method_call import MethodCall
-from placement.core.modes import without_modes
+from placement.core.modes import uncompiled, without_modes
 from placement.core.weak import reference
 from placement.devices.base import Device, round_up
 from placement.ownership.optimizer import OptimizerAdapter
@@ -182,6 +182,7 @@ class StreamedOptimizer:
                 handle.guards.append(_MethodOfScaler(wrapper))
             self._is_installed = True
 
+    @uncompiled  # a graph would compute with the state when it has left again
     def step(
         self,
         optimizer: Any,

@@ -164,8 +164,20 @@ class ManagedStorage(Storage):
         unadopted = self.scanner.unadopted()
         if unadopted is not None:
             self._note_unadopted(unadopted)
+            self._drop_dead_on_device()
             self.look_at_unborn()
             self.look_at_framework_memory()
+
+    def _drop_dead_on_device(self) -> None:
+        """Give back the memory of ranges whose tensors were all replaced in a training (a rolled
+        back optimizer, another dtype). A move would do the same, but some policies make none."""
+        if not self.on_device or not self.is_consistent or all(r.is_alive for r in self.ranges):
+            return
+        chunk_pool = ChunkPool(self.device)
+        self.device.sync()  # kernels on any stream may still read it
+        self.state_dict_tensors.disown_live(self.adapter)
+        self.drop(self.dead(), chunk_pool)
+        chunk_pool.release()
 
     def _note_unadopted(self, unadopted: Unadopted) -> None:
         self._unadopted = unadopted

@@ -185,6 +185,21 @@ def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -
     assert counter.frame_count == 1
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_phases_inside_a_compiled_function() -> None:
+    counter, manager, model, wanted = placed(Block)
+
+    @compiler(counter)
+    def score(x: torch.Tensor) -> torch.Tensor:
+        with manager.phase("log_prob"):
+            return model(x) * 2
+
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same(score(batch()), wanted * 2)
+    assert_nothing_resident(manager)
+
+
 def test_training_compiled_by_aot_autograd() -> None:
     models = [Block(), Block()]
     models[1].load_state_dict(models[0].state_dict())

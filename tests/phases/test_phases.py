@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import placement
 from placement import Handle, PhaseError, Plan, PolicyError
@@ -24,6 +26,7 @@ from tests.support.worker import (
     TRAIN,
     Scripted,
     Worker,
+    assert_same,
     everything,
     learn,
     make_manager,
@@ -581,3 +584,39 @@ def test_an_iterator_that_raises_is_released_and_its_error_comes_out(worker: Wor
     with pytest.raises(TypeError, match="not iterable"):
         worker.manager.hold("weight_sync", only=["actor"]).around(3)  # type: ignore[arg-type]
     assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("policy", ["resident", "cyclic"])
+@pytest.mark.parametrize("how", ["rolled back", "reset"])
+def test_state_that_was_replaced_leaves_a_device_on_which_the_handle_stays(
+    policy: str, how: str
+) -> None:
+    """Two copies of the state would not fit."""
+    device = SimulatedDevice(300 << 10, chunk_bytes=4096)
+    manager = placement.Manager(device=device, policy=policy)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    adam = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(plain.parameters())
+    manager.register("actor", model, role="actor")
+    handle = manager.register("adam", adam)
+    for step in range(6):
+        with manager.phase("train"):
+            for net, optimizer in ((model, adam), (plain, other)):
+                net(torch.ones(2, 64) * step).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if step == 1:
+            saved = copy.deepcopy(other.state_dict())
+        if step == 3:
+            with manager.phase("restore"):
+                for optimizer in (adam, other):
+                    if how == "reset":
+                        optimizer.state.clear()
+                    else:
+                        optimizer.load_state_dict(copy.deepcopy(saved))
+        state_bytes = sum(value.nbytes for entry in adam.state.values() for value in entry.values())
+        assert handle.resident_bytes <= state_bytes + 2 * 4096
+    assert manager.audit().ok
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    assert_same(adam.state_dict(), other.state_dict())

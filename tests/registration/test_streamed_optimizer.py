@@ -294,6 +294,24 @@ def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(
     assert max(r.nbytes for r in pair.handle.holding.ranges) <= BUCKET  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("is_born", [True, False])
+def test_a_compiled_function_ends_before_the_step(*, is_born: bool) -> None:
+    """A graph would compute with the state when it has left again."""
+    pair = Pair(adamw)
+    torch._dynamo.reset()
+    step = torch.compile(lambda: pair.optimizer.step(), backend="eager")  # noqa: PLW0108
+    if is_born:
+        pair.step(0)
+    for number in (1, 2):
+        with pair.manager.phase("train"):
+            for net, optimizer in pair.both():
+                optimizer.zero_grad()
+                net(words(number)).backward()
+                step() if optimizer is pair.optimizer else optimizer.step()
+    torch._dynamo.reset()
+    pair.check()
+
+
 def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     pair, seen, sizes = Pair(adamw), list[str](), list[int]()
     schedulers = [
