@@ -60,7 +60,7 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
     if not nbytes:
         raise argparse.ArgumentTypeError(
-            "no rate can be measured with 0 bytes; write 64MiB or more"
+            "no rate can be measured with 0 bytes; write some, such as 64MiB"
         )
     return nbytes
 

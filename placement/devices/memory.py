@@ -220,12 +220,12 @@ class Outside:
             return None
         return self._others.nbytes
 
-    @property
-    def own_bytes(self) -> int | None:
-        """`nbytes` without other processes, of the last measurement after which these were measured
-        too: an engine in another process may have gone to sleep since. None while they are
-        unknown."""
-        return None if self.others_bytes is None else self._own_bytes
+    def unaccounted_bytes(self, memory: DeviceMemory) -> int:
+        """Those of this process, of the last measurement after which other processes were measured
+        too: an engine there may have gone to sleep since. While these are unknown: of all."""
+        if self.others_bytes is None or self._own_bytes is None:
+            return memory.unaccounted_bytes
+        return self._own_bytes
 
     @property
     def communicator_bytes(self) -> int | None:

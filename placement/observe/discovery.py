@@ -201,6 +201,8 @@ def ask(
         if post is not None:
             with contextlib.suppress(OSError, http.client.HTTPException):  # it may be cut
                 text = " ".join(error.read(10_000).decode(errors="replace").split())
+        if error.code == http.HTTPStatus.UNAUTHORIZED:
+            text = "PLACEMENT_CONTROL_TOKEN is not the token of this worker"
         raise PlacementError(f"{url} answers {error.code} {error.reason}: {text}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # the error that urllib has wrapped, if it has

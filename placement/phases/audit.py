@@ -52,9 +52,7 @@ def take_snapshot(
         policy_decisions=dict(journal.decisions),
         pairing_violations=journal.pairing_violations,
         unpaired_bytes=sum(handle.resident_bytes for handle in reconciler.left_behind),
-        unaccounted_bytes=memory.unaccounted_bytes
-        if outside.own_bytes is None
-        else outside.own_bytes,
+        unaccounted_bytes=outside.unaccounted_bytes(memory),
         other_processes_bytes=outside.others_bytes,
         communicators=outside.communicators,
         communicator_bytes=outside.communicator_bytes,
@@ -143,9 +141,7 @@ def audit(
         findings=tuple(findings),
         resident_bytes=resident_bytes,
         foreign_bytes=sum(handle.foreign_bytes for handle in handles.values()),
-        unaccounted_bytes=memory.unaccounted_bytes
-        if outside.own_bytes is None
-        else outside.own_bytes,
+        unaccounted_bytes=outside.unaccounted_bytes(memory),
         report="\n".join(lines),
     )
 

@@ -107,11 +107,14 @@ def test_what_others_hold_is_not_shown_before_it_is_subtracted(
 
     device = SimulatedDevice(1 << 20, chunk_bytes=4096)
     monkeypatch.setattr(memory, "OtherProcesses", lambda uuid: Others())
-    outside = memory.Outside(device.communicators, device.memory())
+    of_all = device.memory()
+    outside = memory.Outside(device.communicators, of_all)
     outside.watch("GPU-1")
-    assert (outside.others_bytes, outside.own_bytes) == (None, None)
+    assert outside.others_bytes is None
+    assert outside.unaccounted_bytes(of_all) == of_all.unaccounted_bytes
     Others.asked[0](3000)
-    assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)
+    assert outside.others_bytes == 3000
+    assert outside.unaccounted_bytes(of_all) == of_all.unaccounted_bytes - 3000
 
 
 def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(
