@@ -266,11 +266,11 @@ class Manager:
             attempt = lock.attempt(self._replication.vote, begins_phase=True, raises_own_error=True)
             registering = self._replication.registering(name, target, replicated)
         with attempt, lock.transition():
+            registry.check_name_and_role(name, role)
             old = registry.handles.get(name) if replace else None
             if old is not None:
                 if old.object is target:
                     return old
-                registry.check_name_and_role(name, role)  # before the old one goes
                 for handle in (*self._stack.steppers_of(old), old):
                     self._stack.forget(handle)
             is_new = name not in registry.handles

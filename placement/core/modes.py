@@ -43,10 +43,12 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal uncompiled_method
-        if "torch._dynamo" not in sys.modules:
-            return method(*args, **kwargs)
         if uncompiled_method is None:
-            uncompiled_method = torch.compiler.disable(method)
+            # not there yet while dynamo is imported, in which objects may be collected
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            if disable is None:
+                return method(*args, **kwargs)
+            uncompiled_method = disable(method)
         return uncompiled_method(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # dynamo does not trace it

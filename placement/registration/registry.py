@@ -102,8 +102,7 @@ class Registry:
         ranks: Ranks | None = None,
     ) -> Handle:
         """Make a handle, CPU_OFFLOADED and adopted. If it raises, the object has its values.
-        `ranks`: those that share the host copy."""
-        self.check_name_and_role(name, role)
+        The name and the role are checked already. `ranks`: those that share the host copy."""
         if name in self.handles:
             raise RegistrationError(
                 f"{name!r} is registered already; unregister it first or choose another name"

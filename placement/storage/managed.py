@@ -169,14 +169,18 @@ class ManagedStorage(Storage):
             self.look_at_framework_memory()
 
     def _drop_dead_on_device(self) -> None:
-        """Give back the memory of ranges whose tensors were all replaced in a training (a rolled
-        back optimizer, another dtype). A move would do the same, but some policies make none."""
-        if not self.on_device or not self.is_consistent or all(r.is_alive for r in self.ranges):
+        """Give back the memory of an optimizer's ranges whose tensors were all replaced in a
+        training: it was rolled back or reset. A move would do the same, but some policies make
+        none."""
+        if not self.on_device or not self.is_consistent or self.adapter.kind != "optimizer":
+            return
+        if all(r.is_alive for r in self.ranges):
             return
         chunk_pool = ChunkPool(self.device)
         self.device.sync()  # kernels on any stream may still read it
         self.state_dict_tensors.disown_live(self.adapter)
-        self.drop(self.dead(), chunk_pool)
+        held = self.state_dict_tensors.held_addresses  # also by views of what a state dict had
+        self.drop([r for r in self.dead() if not r.has_any(held)], chunk_pool)
         chunk_pool.release()
 
     def _note_unadopted(self, unadopted: Unadopted) -> None:

@@ -4,9 +4,11 @@ byte."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
 from placement import checkpoint
+from placement.core.modes import uncompiled
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.sweeps import few
 from tests.support.worker import assert_same, learn, net
@@ -298,3 +301,9 @@ def test_a_lazy_model_is_built_where_its_builder_stands() -> None:
     assert notes.seen.count("arange") == 1
     assert manager.handles["critic"].is_built
     assert_nothing_resident(manager)
+
+
+def test_a_half_imported_dynamo_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object may be collected while dynamo is imported, and end a phase."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert uncompiled(abs)(-3) == 3

@@ -620,3 +620,23 @@ def test_state_that_was_replaced_leaves_a_device_on_which_the_handle_stays(
     assert manager.audit().ok
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))
     assert_same(adam.state_dict(), other.state_dict())
+
+
+def test_a_view_of_a_state_dict_outlives_the_state_that_was_reset() -> None:
+    worker = Worker(policy="resident")
+    for _ in range(2):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+    worker.manager.suspend()
+    state_dict = worker.adam.state_dict()
+    worker.manager.resume()
+    with worker.manager.phase("train"):
+        pass
+    first = next(iter(state_dict["state"].values()))["exp_avg"].view(-1)[:3]
+    values = first.clone()
+    worker.adam.state.clear()
+    for _ in range(2):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+    assert_same(first, values)
+    assert values.isfinite().all()

@@ -101,7 +101,20 @@ def test_odd_names_roles_and_owners(worker: Worker) -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
         *(
             (each, model, {}, "must match")
-            for each in ("", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a")
+            for each in (
+                "",
+                "a b",
+                "ä",
+                "a/b",
+                "x" * 65,
+                "a\n",
+                "a\x00",
+                None,
+                3,
+                ("a",),
+                ["a"],
+                b"a",
+            )
         ),
         ("actor", model, {"role": "actor"}, "'actor' is registered already"),
         ("more", model, {"role": "actr"}, "role 'actr' is none of actor, ref"),
