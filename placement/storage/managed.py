@@ -845,10 +845,8 @@ class ManagedStorage(Storage):
         except BaseException:
             self.adapter.hands_back = False
             if self.on_device:
-                if stage_before in (
-                    Stage.SETTLED,
-                    Stage.HANDING_BACK,
-                ):  # it stays, and can be called
+                # it stays, and can be called
+                if stage_before in (Stage.SETTLED, Stage.HANDING_BACK):
                     for listener in self.announce.came:
                         listener()
                 self.stage = stage_before  # an offload that broke off has still to go back

@@ -303,6 +303,10 @@ def test_the_command_does_not_ask_another_worker(
     assert "is another worker now" in capsys.readouterr().out
     assert not stranger.manager.snapshot().suspended
     file.write_text(as_json([stranger.server.target]))  # type: ignore[list-item]
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", "x" * len(TOKEN))
+    assert main(["suspend", str(tmp_path)]) == 1
+    assert "PLACEMENT_CONTROL_TOKEN is not the token of this worker" in capsys.readouterr().out
+    monkeypatch.setenv("PLACEMENT_CONTROL_TOKEN", TOKEN)
     assert main(["suspend", str(tmp_path)]) == 0
     stranger.manager.close()
 
