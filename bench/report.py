@@ -1,5 +1,5 @@
-"""Make the tables and the charts of docs/performance.md, the README's headline, and the table of
-docs/which_model.md from the result files: `python -m bench.report`.
+"""Make the tables and the charts of docs/performance.md, the README's headline, and the tables of
+docs/which_model.md and docs/integrations/verl.md from the result files: `python -m bench.report`.
 
 Nothing in them is written by hand. Each table goes between its two marks in its page. matplotlib
 (the extra `bench`) draws the charts.
@@ -359,9 +359,9 @@ _FORECASTS = (
     ("streamed step", "streamed step"),
 )
 """The columns of the table of forecasts, and their metrics."""
-FORECASTS_FOLDER = "h200"
-"""The folder, inside that of the result files, with the run of `bench.one_gpu` for this table. The
-other tables are from another run, whose file names the same benchmark."""
+H200_FOLDER = "h200"
+"""The folder, inside that of the result files, with the runs of `bench.one_gpu` for this table and
+of `bench.verl_grpo` for the next. The other tables are from other runs of the same benchmarks."""
 
 
 def forecasts(results: Results) -> str:
@@ -391,6 +391,54 @@ def _forecast_cell(rows: Mapping[str, Mapping[str, Any]], metric: str) -> str:
     if rows[metric]["unit"] == "bytes":
         return f"{told / 1e9:.2f}, {found / 1e9:.2f} GB"
     return f"{told:.2f}, {found:.2f} s"
+
+
+_VERL_STEP = (
+    ("a step", ("step",)),
+    ("generation", ("gen",)),
+    ("log-probabilities", ("old_log_prob", "ref")),
+    ("`update_actor`", ("update_actor",)),
+    ("`update_weights`", ("update_weights",)),
+    ("device, in training", ("train, peak on the device",)),
+    ("host", ("host peak, of the machine",)),
+    ("between steps", ("on the device after a step, without the awake rollout",)),
+)
+"""The columns of the table of `bench.verl_grpo`, and the metrics whose sum each shows."""
+_WAITED = ", waited for moves"
+
+
+def verl_at_size(results: Results) -> str:
+    """The table of steps of verl's own driver: a line for each job and system."""
+    content = results.get("verl_grpo")
+    if content is None:
+        return "No figures yet: `python -m bench.verl_grpo` measures them on yours."
+    reasons = {
+        (error["scenario"], error["system"]): error["message"] for error in content["errors"]
+    }
+    titles = [title for title, _ in _VERL_STEP]
+    written = [
+        _machines({"verl_grpo": content}, [_Line("verl_grpo", "step", "step", False)]),
+        "",
+        f"| job | system | {' | '.join(titles)} | waits for moves |",
+        "|---" * (3 + len(titles)) + "|",
+    ]
+    for (scenario, system), rows in sorted(_by_job(content).items(), key=lambda item: item[0][0]):
+        job = scenario.removeprefix("a step of verl's GRPO driver, 1 GPU, ")
+        if "GB" not in job:
+            job += ", the whole GPU"
+        if "step" in rows:
+            cells = [_summed(rows, metrics) for _, metrics in _VERL_STEP]
+            cells.append(_summed(rows, [name for name in rows if name.endswith(_WAITED)]))
+        else:
+            reason = reasons[scenario, system].removeprefix("RuntimeError: verl's driver: ")
+            cells = [reason.partition(". ")[0], *[""] * len(titles)]
+        written.append(f"| {job} | {system} | {' | '.join(cells)} |")
+    return "\n".join(written)
+
+
+def _summed(rows: Mapping[str, Mapping[str, Any]], metrics: Sequence[str]) -> str:
+    values = [rows[metric]["value"] for metric in metrics if metric in rows]
+    return shown(sum(values), rows[metrics[0]]["unit"]) if values else ""
 
 
 _ENGINES = (
@@ -578,18 +626,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=_ROOT / "docs" / "which_model.md",
         help="where the forecasts go",
     )
+    parser.add_argument(
+        "--verl",
+        type=Path,
+        default=_ROOT / "docs" / "integrations" / "verl.md",
+        help="where the steps of verl's driver go",
+    )
     parser.add_argument("--chart", type=Path, default=_ROOT / "docs" / "performance.png")
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
     options = parser.parse_args(arguments)
     results = read(options.results)
     texts = {name: write(results) for name, write in PAGES.items()}
-    told = forecasts(read(options.results / FORECASTS_FOLDER))
+    on_h200 = read(options.results / H200_FOLDER)
+    told, steps = forecasts(on_h200), verl_at_size(on_h200)
     if options.print:
-        print(*texts.values(), told, sep="\n\n")
+        print(*texts.values(), told, steps, sep="\n\n")
         return
     for name, text in texts.items():
         put_into(options.page, name, text)
     put_into(options.which_model, "forecasts", told)
+    put_into(options.verl, "verl", steps)
     put_into(options.readme, "one_gpu", whole_job(results))
     put_into(options.readme, "performance", headline(results))
     draw(results, options.chart)

@@ -42,7 +42,9 @@ from bench._verl_process import SHARED_MEMORY
 from bench.one_gpu import _take_all_but
 
 _VENDOR = {"VERL_ENGINE_VENDOR": "placement"}
+_WITHOUT_PLUGIN = {"VLLM_PLUGINS": ""}  # vLLM sleeps in its own way
 _PROMPTS = 32
+_LEFT = "on the device after a step, without the awake rollout"
 _PARTS = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 _ROLLOUT, _ACTOR, _REF = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "ref"))
 
@@ -56,9 +58,11 @@ class System:
 
 
 _SYSTEMS = {
-    "verl": System(),
+    "verl": System(_WITHOUT_PLUGIN),
     # FSDP2 has weights, gradients and moments on the host, where AdamW steps
-    "verl, CPUOffloadPolicy": System(options={f"{_ACTOR}.fsdp_config.offload_policy": True}),
+    "verl, CPUOffloadPolicy": System(
+        _WITHOUT_PLUGIN, {f"{_ACTOR}.fsdp_config.offload_policy": True}
+    ),
     "placement": System(_VENDOR),
     "placement, loaded sync": System({**_VENDOR, "PLACEMENT_POLICY": "colocated"}),
     # the only policy under which the rollout is a handle and the moments stay on the host
@@ -361,6 +365,11 @@ class _Benchmark:
         self._results.add(
             scenario, system, "peak of placement's memory", last["peak_bytes"] / 1e6, "MB"
         )
+        placed = [handle for handle in last["handles"] if handle["role"] != "rollout"]
+        copied = sum(handle["host_bytes"] for handle in placed)
+        self._results.add(scenario, system, "host copies", copied / 1e9, "GB")
+        left = sum(handle["resident_bytes"] for handle in placed)
+        self._results.add(scenario, system, _LEFT, left, "bytes")
 
 
 def _measure(rig: Rig, results: Results, given: argparse.Namespace) -> None:

@@ -206,8 +206,10 @@ def test_the_figures_are_those_of_the_result_files() -> None:
     results = read(FOLDER)
     for name, write in report.PAGES.items():
         assert report.shown_in(DOCS / "performance.md", name).strip() == write(results).strip()
-    told = report.forecasts(read(FOLDER / report.FORECASTS_FOLDER))
+    on_h200 = read(FOLDER / report.H200_FOLDER)
+    told, steps = report.forecasts(on_h200), report.verl_at_size(on_h200)
     assert report.shown_in(DOCS / "which_model.md", "forecasts").strip() == told.strip()
+    assert report.shown_in(DOCS / "integrations" / "verl.md", "verl").strip() == steps.strip()
     assert report.shown_in(README, "one_gpu").strip() == report.whole_job(results).strip()
     assert report.shown_in(README, "performance").strip() == report.headline(results).strip()
 
