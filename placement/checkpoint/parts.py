@@ -259,7 +259,8 @@ class Model(Part):
         module = self._object()
         with without_modes(), torch.inference_mode(False):
             try:
-                values = get_model_state_dict(module)
+                # not strict: a module without values, such as a reward by rules, has an empty one
+                values = get_model_state_dict(module, options=StateDictOptions(strict=False))
             except (AssertionError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
                     f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its "

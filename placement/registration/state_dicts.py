@@ -273,8 +273,8 @@ def _refuse_poison(handle: Handle, state_dict: Any) -> None:
             f"{', '.join(names[:8])} of the state dict of {handle.name!r} came out as NaN, but the "
             f"values it was computed from have none. {handle.name!r} is {handle.state} in phase "
             f"{handle.phase_now()!r}, and a hook or method of its state dict reads its device "
-            "memory past torch (a kernel of its own, another thread). Ask for the state dict "
-            "inside a phase that has it on the device."
+            "memory past torch (a kernel of its own, another thread), or makes NaN itself. Ask for "
+            "the state dict inside a phase that has it on the device."
         )
 
 

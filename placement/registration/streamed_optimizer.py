@@ -173,7 +173,7 @@ class StreamedOptimizer:
         copy. PhaseError: a step cannot be streamed now."""
         handle = self._handle()
         assert handle is not None
-        self.is_running = self._has_stepped = False
+        self._has_stepped = False
         for optimizer in () if self._is_installed else self._adapter.optimizers()[:1]:
             self._refuse_step(replaced_step(optimizer))
             self._tells_scheduler = "step" in vars(optimizer)

@@ -348,6 +348,31 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
     pair.check()
 
 
+def test_a_closure_may_open_a_phase() -> None:
+    """The state leaves for it and the step goes on when the phase has come back."""
+    pair = Pair(adamw)
+    critic = nn.Linear(WIDTH, WIDTH)
+    pair.manager.register("critic", critic, role="critic")
+    rewards = list[torch.Tensor]()
+    for step in range(3):
+        with pair.manager.phase("train"):
+            for net, optimizer in pair.both():
+
+                def closure(
+                    net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step
+                ) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss: torch.Tensor = net(words(step))
+                    loss.backward()
+                    with pair.manager.phase("values"):
+                        rewards.append(critic(torch.ones(WIDTH)))
+                    return loss
+
+                optimizer.step(closure)
+    assert all(reward.equal(rewards[0]) for reward in rewards)
+    pair.check()
+
+
 def test_a_scaler_skips_and_unscales_as_always() -> None:
     pair = Pair(of(torch.optim.AdamW, fused=True))
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]

@@ -179,6 +179,29 @@ def test_some_handles_only(tmp_path: Path) -> None:
     assert_same(values(worker)["critic"], critic)
 
 
+class RuleReward(torch.nn.Module):
+    """A reward without parameters."""
+
+    def forward(self, answers: torch.Tensor) -> torch.Tensor:
+        return answers.sum()
+
+
+def test_a_module_without_values_is_saved_and_loaded_with_the_others(tmp_path: Path) -> None:
+    worker = trained()
+    worker.manager.register("reward", RuleReward(), role="reward")
+    checkpoint.save(worker.manager, tmp_path / "a")
+    checkpoint.async_save(worker.manager, tmp_path / "b").result()
+    wanted = values(worker)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+    later = values(worker)
+    checkpoint.load(worker.manager, tmp_path / "a")
+    assert_same(values(worker), wanted)
+    checkpoint.load(worker.manager, tmp_path / "b")
+    assert_same(values(worker), wanted)
+    assert not later["actor"]["0.weight"].equal(wanted["actor"]["0.weight"])
+
+
 def test_a_lazy_handle_that_is_not_built(tmp_path: Path) -> None:
     def manager_with_lazy() -> Manager:
         manager = make_manager()
