@@ -50,9 +50,8 @@ class AsyncRollout:
         if view.worker_role == "hybrid":
             return self._together.plan(view)
         generating = {handle.name for handle in rollout_models(view)}
-        own = dict(view.handles)
-        for name in view.handles:
-            if (name in generating) is not (view.worker_role == "rollout"):
-                del own[name]
+        generates = view.worker_role == "rollout"
+        handles = view.handles.items()
+        own = {name: handle for name, handle in handles if (name in generating) is generates}
         plan = self._apart.plan(replace(view, handles=own))
         return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from placement.core import interrupts
@@ -48,7 +48,7 @@ class _Job(BackgroundThread):
             self.future.set_result(result)
 
 
-class Writer(Executor):
+class Writer:
     """Runs calls in the order of `submit`, each on a thread of its own. Phase transitions wait for
     the calls, and never for the callbacks of their futures."""
 
@@ -57,13 +57,7 @@ class Writer(Executor):
         self._last_end = threading.Event()
         self._last_end.set()
 
-    def submit(
-        self,
-        call: Callable[..., _T],
-        /,
-        *args: Any,
-        **keywords: Any,
-    ) -> Future[_T]:
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
         """Run a call after all earlier ones. The future cannot be cancelled. Raises
         CheckpointError: the process is exiting."""
         if not threading.main_thread().is_alive():
@@ -71,7 +65,7 @@ class Writer(Executor):
                 "the process is exiting, so no other thread can write: use save()"
             )
         with self._lock:
-            job = _Job(functools.partial(call, *args, **keywords), self._last_end)
+            job = _Job(call, self._last_end)
             job.start()
             self._last_end = job.end
         return job.future

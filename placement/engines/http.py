@@ -19,7 +19,7 @@ import torch
 from placement.core.errors import EngineError, EngineLost
 from placement.core.interrupts import BoundedCalls
 from placement.core.journal import logger
-from placement.engines.tagged import TaggedEngine
+from placement.engines.tagged import TaggedEngine, check_word
 
 InFlight = Literal["wait", "abort"]
 """The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts
@@ -174,10 +174,7 @@ class ServedEngine(TaggedEngine):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if in_flight not in get_args(InFlight):
-            raise ValueError(
-                f"{in_flight!r} is unknown; in_flight is one of {', '.join(get_args(InFlight))}"
-            )
+        check_word("in_flight", in_flight, get_args(InFlight))
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send, self._in_flight = send, in_flight
         self._started: Any = None

@@ -344,7 +344,7 @@ def _listed(tags: Collection[str]) -> str:
     return ", ".join(sorted(tags))
 
 
-def _check_word(option: str, word: str, permitted: Sequence[str]) -> None:
+def check_word(option: str, word: str, permitted: Sequence[str]) -> None:
     if word not in permitted:
         raise ValueError(f"{word!r} is unknown; {option} is one of {', '.join(permitted)}")
 
@@ -413,8 +413,8 @@ class TaggedEngine(Engine):
             raise ValueError(
                 f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}"
             )
-        _check_word("weights", weights, get_args(Weights))
-        _check_word("verify", verify, get_args(Verify))
+        check_word("weights", weights, get_args(Weights))
+        check_word("verify", verify, get_args(Verify))
         declared: dict[str, int] = {}
         for tag, size in (tag_bytes or {}).items():
             declared[tag] = parse_bytes(size) if isinstance(size, str) else size

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.core.errors import PlacementError
+from placement.observe.trace import replacing
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -143,13 +144,10 @@ class Announcement:
         self.path = Path(folder) / f"{run}.{instance}.json"
         self._pid = os.getpid()
         self._text = as_json([target])
-        # Prometheus watches *.json and must never see half a file, so the file is written under
-        # another name.
-        partial = self.path.with_suffix(f".{self._pid}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(self._text)
-            partial.replace(self.path)
+            with replacing(self.path) as file:  # Prometheus must never see half of it
+                file.write(self._text.encode())
         except OSError as error:
             raise PlacementError(
                 f"cannot announce this worker in {self.path.parent}: {error}"
@@ -219,10 +217,10 @@ def view_of(target: Target, timeout_seconds: float = ASK_SECONDS) -> dict[str, A
     expected = dict(target.labels)
     try:
         (view,) = json.loads(answer)
-        labels = {**expected, **view["labels"]}
+        labels = dict(view["labels"])
     except (ValueError, TypeError, KeyError) as error:
         raise PlacementError(f"{target.url} is no placement worker: {error!r}") from error
-    if labels != {**labels, **expected}:
+    if any(labels.get(name, value) != value for name, value in expected.items()):
         raise PlacementError(
             f"{target.url} is another worker now: {labels}, not {expected}. Remove the file of the "
             "worker that has ended from the discovery folder"

@@ -358,7 +358,7 @@ class OptimizerAdapter(Adapter):
 
     @property
     def steps_copies(self) -> bool:
-        return any(True for _ in self._copies)
+        return bool(self._copies)
 
     def _stepped_for(self, objects: Sequence[Any]) -> Mapping[int, torch.Tensor]:
         """The model's parameter for each main parameter or copy, by identity of the latter."""

@@ -124,7 +124,8 @@ def audit(
     findings: list[Finding] = []
     for handle in handles.values():
         handle.storage.measure()
-        findings += _findings(handle, plan.on_device(handle.name))
+        for what, detail in _differences(handle, plan.on_device(handle.name)):
+            findings.append(Finding(handle=handle.name, what=what, detail=detail))
     memory = device.memory()
     outside.measure(memory)
     outside.wait_for_others(_OTHERS_SECONDS)
@@ -187,14 +188,9 @@ def chunk_bytes(handles: Iterable[Handle]) -> int:
     return sum(handle.storage.chunk_bytes for handle in handles)
 
 
-def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
-    """The findings about one handle. `belongs_on_device`: whether the plan has it there."""
-    for what, detail in _differences(handle, belongs_on_device):
-        yield Finding(handle=handle.name, what=what, detail=detail)
-
-
 def _differences(handle: Handle, belongs_on_device: bool) -> Iterator[tuple[str, str]]:
-    """The kind and the description of each finding."""
+    """The kind and the description of each finding about one handle. `belongs_on_device`: whether
+    the plan has it there."""
     if handle.broken is not None:
         yield "broken", handle.broken
         return

@@ -41,11 +41,9 @@ def here() -> Any:
 def _holder_name(holder: Any) -> str:
     if holder is None:
         return "enter()"
-    return (
-        (f"task {holder.get_name()!r}")
-        if isinstance(holder, asyncio.Task)
-        else f"thread {holder.name!r}"
-    )
+    if isinstance(holder, asyncio.Task):
+        return f"task {holder.get_name()!r}"
+    return f"thread {holder.name!r}"
 
 
 _NO_PLAN = Plan({})

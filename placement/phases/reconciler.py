@@ -65,7 +65,7 @@ class Reconciler:
             self._participants.insert(0, Verification(verifier))
         self.has_engines = False  # whether a handle was registered that is an engine, or may be one
         self.set_vote(vote)
-        # handles that are on the device although the last phase transition wanted them off it
+        # handles that were on the device although the last exit wanted them off it
         self.left_behind: tuple[Handle, ...] = ()
         # the seconds in which phase transitions waited for the worker's own kernels
         self._work_seconds = 0.0

@@ -30,7 +30,7 @@ _PAUSE_SECONDS = (0.001, 0.05)  # between two looks of a thread that waits: the 
 
 @dataclass(eq=False)
 class Suspension:
-    """Suspends one manager, and resumes it. Any thread may call it. `offload_all`: takes every
+    """Suspends one manager, and resumes it. Any thread may call it. `_offload_all`: takes every
     handle off the device, on all ranks or on none, or raises; see `PhaseStack`."""
 
     _lock: TransitionLock

@@ -184,7 +184,7 @@ class Described(NamedTuple):
 
 class Bucket(list[tuple[str, torch.Tensor]]):
     """A list of (published name, tensor). When the next bucket is asked for, the list is emptied,
-    so that its memory can be reused."""
+    so that its memory can be reused. The last bucket is not."""
 
     _is_over = False
     is_last = False  # whether this is the last bucket of the publishing

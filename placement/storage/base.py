@@ -140,7 +140,6 @@ class Storage(abc.ABC):
     tags: tuple[str, ...] = ()  # the parts that can be loaded and offloaded independently
     resident_tags: frozenset[str] = frozenset()  # those that are on the device now
     moved_by: str | None = None  # see `HandleSnapshot.moved_by`
-    keeps_weights = True  # whether the weights survive an offload
 
     @property
     def offloaded_tags(self) -> frozenset[str]:

@@ -92,7 +92,7 @@ def test_a_worker_announces_itself_and_takes_its_file_away(tmp_path: Path) -> No
     assert target.labels == {
         "instance": "node0/rank3", "run": "a run/7", "node": "node0", "rank": "3",
     }  # fmt: skip
-    assert not list(tmp_path.glob("*.partial"))
+    assert [*tmp_path.iterdir()] == [path]
     server.close()
     server.close()
     assert targets_in(tmp_path) == []

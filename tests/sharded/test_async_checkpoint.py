@@ -30,7 +30,7 @@ SECONDS = 30.0
 class Busy:
     def __init__(self) -> None:
         self._free = threading.Event()
-        self._blocked = files.writer(os.getpid()).submit(self._free.wait, SECONDS)
+        self._blocked = files.writer(os.getpid()).submit(lambda: self._free.wait(SECONDS))
 
     def go(self) -> None:
         self._free.set()
@@ -438,7 +438,7 @@ def late():
 
 
 go_on = threading.Event()
-files.writer(os.getpid()).submit(go_on.wait, 30)
+files.writer(os.getpid()).submit(lambda: go_on.wait(30))
 threading.Thread(target=lambda: (threading.main_thread().join(), go_on.set())).start()
 for name in "ab":
     saving = placement.checkpoint.async_save(manager, f"{folder}/{name}")

@@ -262,7 +262,6 @@ class Reservation:
         self.pinned: bool | None = None  # whether it is pinned; None while that is undecided
         self.reason: str | None = None  # why it is not
         self._address = self._nbytes = 0
-        self._let_go = itertools.count(1)
         _alive.add(self)
 
     def begin(
@@ -282,8 +281,6 @@ class Reservation:
         self._touch = touch
         self._pin_by = pin
         self._unpin_by = unpin
-        self.ready.clear()
-        self.pinned = self.reason = None
         self._address = address
         self._nbytes = nbytes
         self.untouched = []
@@ -541,7 +538,7 @@ def _touch(
     return None
 
 
-_ALIGNMENT = 64
+_CACHE_LINE = 64  # bytes
 
 
 class SlabPart(HostSlab):
@@ -585,7 +582,7 @@ def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:
 
     Raises ValueError: the slab is shorter.
     """
-    start = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    start = round_up(nbytes, _CACHE_LINE)
     following = None
     if start < whole.nbytes:
         following = SlabPart(whole, start, whole.nbytes - start)

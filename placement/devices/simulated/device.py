@@ -325,12 +325,9 @@ class SimulatedDevice(Device):
         for run in copies:
             if direction == "to_device":
                 read_ahead(run.host_address, run.nbytes)
-            ends = (
-                (run.device_address, run.host_address)
-                if direction == "to_device"
-                else (run.host_address, run.device_address)
-            )
-            ctypes.memmove(*ends, run.nbytes)
+                ctypes.memmove(run.device_address, run.host_address, run.nbytes)
+            else:
+                ctypes.memmove(run.host_address, run.device_address, run.nbytes)
         self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
 
     def order(self, direction: Direction | None = None) -> None:
