@@ -413,7 +413,8 @@ def verl_at_size(results: Results) -> str:
     if content is None:
         return "No figures yet: `python -m bench.verl_grpo` measures them on yours."
     reasons = {
-        (error["scenario"], error["system"]): error["message"] for error in content["errors"]
+        (error["scenario"], error["system"]): error["message"]
+        for error in content.get("errors", ())
     }
     titles = [title for title, _ in _VERL_STEP]
     written = [
