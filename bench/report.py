@@ -308,7 +308,7 @@ _ONE_GPU = (
 
 
 def _by_job(content: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
-    """The rows of `bench.one_gpu` by their metrics, for each scenario and system."""
+    """The rows of a result file by their metrics, for each scenario and system."""
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in content["rows"]:
         found.setdefault((row["scenario"], row["system"]), {})[row["metric"]] = row

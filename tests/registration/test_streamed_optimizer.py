@@ -4,6 +4,7 @@ hooks once, and clear refusals."""
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,6 +123,14 @@ class Pair:
         assert_same(dict(self.actor.state_dict()), dict(self.plain.state_dict()))
         assert_same(self.handle.state_dict(), self.other.state_dict())
         assert_nothing_resident(self.manager)
+
+
+def learnt(net: Any, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """The loss of a step's words, after its backward pass."""
+    optimizer.zero_grad()
+    loss: torch.Tensor = net(words(step))
+    loss.backward()
+    return loss
 
 
 def of(cls: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -329,16 +338,7 @@ def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
         for step in range(3):
             losses = []
             for net, optimizer in pair.both():
-
-                def closure(
-                    net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step
-                ) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss: torch.Tensor = net(words(step))
-                    loss.backward()
-                    return loss
-
-                losses.append(optimizer.step(closure))
+                losses.append(optimizer.step(functools.partial(learnt, net, optimizer, step)))
             assert losses[0].equal(losses[1])
             for scheduler in schedulers:
                 scheduler.step()  # warns, which fails the test, if it has seen no step before
@@ -361,9 +361,7 @@ def test_a_closure_may_open_a_phase() -> None:
                 def closure(
                     net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step
                 ) -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss: torch.Tensor = net(words(step))
-                    loss.backward()
+                    loss = learnt(net, optimizer, step)
                     with pair.manager.phase("values"):
                         rewards.append(critic(torch.ones(WIDTH)))
                     return loss
