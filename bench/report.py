@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -432,7 +433,7 @@ def verl_at_size(results: Results) -> str:
             cells.append(_summed(rows, [name for name in rows if name.endswith(_WAITED)]))
         else:
             reason = reasons[scenario, system].removeprefix("RuntimeError: verl's driver: ")
-            cells = [reason.partition(". ")[0], *[""] * len(titles)]
+            cells = [textwrap.shorten(reason.partition(". ")[0], 120), *[""] * len(titles)]
         written.append(f"| {job} | {system} | {' | '.join(cells)} |")
     return "\n".join(written)
 
