@@ -51,7 +51,7 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return text.getvalue(), json.loads(file.read_text())
 
 
-@pytest.mark.sweep  # the examples are compared with their twins in test_grpo_examples.py
+@pytest.mark.slow  # the examples are compared with their twins in test_grpo_examples.py
 def test_losses_are_bit_identical_with_and_without_placement(
     managed: tuple[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def nbytes_of(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_model_says_the_same_after_it_was_offloaded(model: Any) -> None:
     sentence, perplexity = said(model)
     assert sentence.startswith("The capital of France is Paris")

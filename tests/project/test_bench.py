@@ -23,6 +23,7 @@ from bench._results import Results
 from bench._rig import Rig
 
 SLOW = (
+    "after_free",
     "first_load",
     "forecast",
     "foresight",
