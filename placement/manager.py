@@ -47,7 +47,7 @@ def _end(stack: PhaseStack, servers: Iterable[MetricsServer]) -> None:
     if is_background():
         threading.Thread(target=_end, args=(stack, servers), name="placement-close").start()
         return
-    stack.is_closing = True
+    stack.members.is_closing = True
     try:
         for phase in stack.phases.all:
             # `enter` has opened it, and no caller is left to leave it
@@ -271,8 +271,8 @@ class Manager:
             if old is not None:
                 if old.object is target:
                     return old
-                for handle in (*self._stack.steppers_of(old), old):
-                    self._stack.forget(handle)
+                for handle in (*self._stack.members.steppers_of(old), old):
+                    self._stack.members.forget(handle)
             is_new = name not in registry.handles
             try:
                 with registering as ranks:
@@ -285,7 +285,7 @@ class Manager:
                         external=external,
                         ranks=ranks,
                     )
-                    self._stack.join(handle, None if ranks is None else ranks.agree)
+                    self._stack.members.join(handle, None if ranks is None else ranks.agree)
             except BaseException:
                 if is_new and name in registry.handles:
                     registry.remove(registry.handles[name])
@@ -307,15 +307,15 @@ class Manager:
                 registered.
         """
         with self._stack.lock.transition():
-            handle = self._stack.find(handle)
-            steppers = [optimizer.name for optimizer in self._stack.steppers_of(handle)]
+            handle = self._stack.members.find(handle)
+            steppers = [optimizer.name for optimizer in self._stack.members.steppers_of(handle)]
             if steppers:
                 raise PhaseError(
                     f"{handle.name!r} is stepped by {', '.join(steppers)}; unregister that first"
                 )
             if on_device:
-                self._stack.bring((handle.name,))
-            self._stack.forget(handle)
+                self._stack.members.bring((handle.name,))
+            self._stack.members.forget(handle)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
         """Unregister all handles, optimizers first, release the device's memory and stop the

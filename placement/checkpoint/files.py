@@ -287,7 +287,7 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
 def _selected(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
     names = names_of(only)
     if names is not None:
-        return [manager._stack.find(name) for name in dict.fromkeys(names)]
+        return [manager._stack.members.find(name) for name in dict.fromkeys(names)]
     handles = []
     for handle in manager.handles.values():
         if handle.kind in _PARTS and not handle.readonly:

@@ -23,8 +23,7 @@ from placement.phases.found_changes import FoundChanges
 from placement.phases.moves import Mover
 from placement.phases.plan_maker import GroupPlanMaker, PlanMaker
 from placement.phases.ranks import LeavingRanks, Ranks
-from placement.phases.transition import Participant, Transition
-from placement.phases.verification import Verification
+from placement.phases.transition import Participant, Transition, Verification
 from placement.planning.planner import Planner, check_fits, is_there
 from placement.planning.prefetcher import Prefetcher
 from placement.registration.handle import Handle

@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +19,18 @@ from placement.core.interrupts import is_background
 from placement.core.journal import Journal, logger
 from placement.core.modes import uncompiled
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan, State
+from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
-from placement.group.vote import Agree, GroupVote, Suspended
+from placement.group.vote import GroupVote, Suspended
 from placement.phases import audit
 from placement.phases.incidents import Incidents
+from placement.phases.members import Members
 from placement.phases.phase import OpenPhase, OpenPhases, TransitionLock
 from placement.phases.plan_maker import PhaseRequest
 from placement.phases.ranks import LeavingRanks
 from placement.phases.reconciler import Reconciler
 from placement.phases.suspension import Suspension
 from placement.planning.advice import Advisor
-from placement.planning.planner import unknown_handle
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
@@ -40,27 +39,16 @@ from placement.storage.transfer.streamed import Streamed
 if TYPE_CHECKING:
     from placement.group.protocol import Group
 
-_GONE = (
-    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing "
-    "referred to it. Keep a reference to registered objects; to drop one on purpose, call "
-    "unregister() first"
-)
-
 
 class PhaseStack:
-    """The phase transitions of one manager, and its handles as they come and go while phases may be
-    open. Used by `Manager` and `Phase`."""
+    """The phase transitions of one manager. Used by `Manager` and `Phase`."""
 
     def __init__(
         self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None
     ) -> None:
         self._device = device
         self._journal = journal
-        # handles whose objects were garbage-collected, or that could not be handed back as a whole
-        self._gone: deque[Handle] = deque()
-        self.is_closing = False
-        """Whether the manager is being closed. Then no warning is logged about registered objects
-        that were garbage-collected."""
+        self._gone: deque[Handle] = deque()  # see `Members`
         streaming = Streaming(self._for_a_step, self._stepped)
         self.registry = Registry(
             device,
@@ -79,6 +67,14 @@ class PhaseStack:
         if group is not None and group.rank != 0:
             self._advisor.look_at = math.inf  # the first rank tells it for all
         self.phases = OpenPhases(self._planner, self._handles)
+        self.members = Members(
+            self.registry,
+            self.phases,
+            self.reconciler,
+            journal,
+            self._gone,
+            partial(_restore, weakref.ref(self)),
+        )
         parts = self._handles, self.phases, self.reconciler
         named = policy.name, settings.worker_role
         self.take_snapshot = partial(audit.take_snapshot, *parts, *named, device, journal)
@@ -317,11 +313,16 @@ class PhaseStack:
 
     # --- within a phase
 
+    def keep(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
+        """Note that a handle stays for the phase after this one: see `Phase.keep`."""
+        self.phases.require_open(phase, "keep a handle")
+        phase.to_keep.add(self.members.find(handle_or_name).name)
+
     @uncompiled
     def done_with(self, phase: OpenPhase, handle_or_name: Handle | str) -> None:
         """Offload a handle for the rest of the innermost phase: see `Phase.done_with`."""
         with self.lock.transition():
-            handle, plan = self.find(handle_or_name), phase.plan
+            handle, plan = self.members.find(handle_or_name), phase.plan
             self.phases.require_innermost(phase, f"be done with {handle.name!r}")
             if handle.external or not handle.is_on_device:
                 return
@@ -360,113 +361,6 @@ class PhaseStack:
                 self._journal.expired_keeps += 1
         self.phases.kept = frozenset()
 
-    # --- handles that come and go
-
-    def find(self, handle_or_name: Handle | str) -> Handle:
-        """The registered handle that a user names. Raises PhaseError: there is none."""
-        name = str(getattr(handle_or_name, "name", handle_or_name))
-        handle = self._handles.get(name)
-        if handle is None:
-            raise PhaseError(unknown_handle(name, self._handles))
-        return handle
-
-    def join(self, handle: Handle, agree: Agree | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it. `agree` asks the ranks of a
-        replicated handle. If the move fails, the plans of the open phases are as before."""
-        handle.restored_by = partial(_restore, weakref.ref(self))
-        phases = self.phases
-        plans = [phase.plan for phase in phases.all]
-        self.reconciler.take_in(handle)
-        try:
-            phases.extend(handle)
-            plan = phases.base_plan()
-            if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
-                self.registry.build(handle)
-            self.reconciler.carry_out_within(phases.name, plan, phases.kept, agree)
-            interrupts.check()
-        except BaseException:
-            for phase, plan in zip(phases.all, plans, strict=True):
-                phase.plan = plan
-            raise
-
-    def restore(self, handle: Handle) -> None:
-        """Point the replaced tensors of an offloaded handle to their places again: see
-        `Handle.restore`. Raises PhaseError: the handle is on the device."""
-        with self.lock.transition():
-            holding = self.find(handle).holding
-            if holding is None:
-                return
-            if holding.on_device:
-                raise PhaseError(
-                    f"{handle.name!r} is {handle.state} in phase {self.phases.name!r} and cannot "
-                    "be restored: what its tensors hold on the device are its values. Restore it "
-                    "while it is offloaded"
-                )
-            self.reconciler.changes.look_at([handle])
-            holding.restore()
-            self.reconciler.changes.forget_replaced(handle.name)
-
-    def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so
-        that no plan has to know."""
-        if self.phases.is_suspended:
-            raise PhaseError("the manager is suspended: nothing is loaded; call resume() first")
-        plan = self.phases.base_plan()
-        named = {self.find(name).name for name in names}
-        changes = self.reconciler.changes
-        changes.look_everywhere(wait=True)  # gradients that were zeroed meanwhile stay zero
-        changes.raise_found()
-        for name in named:
-            if (holding := self._handles[name].holding) is not None:
-                holding.watch.require_whole()
-        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
-        # whole, and not published from the host copy
-        plan = replace(plan, streamed=plan.streamed - named, parts=parts)
-        for name in named:
-            plan = plan.also(name, State.GPU_RESIDENT)
-        if self.reconciler.turn is not None:
-            self.reconciler.turn.take(self.phases.name)
-        self.reconciler.carry_out_within(self.phases.name, plan)
-
-    def forget(self, handle: Handle) -> None:
-        """Remove a handle from the registry, from other handles' owners, and from the keeps and
-        plans of all open phases."""
-        self._look_for_changes(wait=False)
-        self.registry.remove(handle)
-        self._journal.forget(handle.counters)
-        for other in self._handles.values():
-            other.owners = tuple(owner for owner in other.owners if owner is not handle)
-        self.phases.forget(handle.name)
-        self.reconciler.measure(self.phases.name)
-
-    def steppers_of(self, handle: Handle) -> list[Handle]:
-        steppers = []
-        for stepper in self._handles.values():
-            if any(owner is handle for owner in stepper.owners):
-                steppers.append(stepper)
-        return steppers
-
-    def _forget_collected(self) -> None:
-        """Forget the handles whose objects were garbage-collected, and those that an error kept
-        from being forgotten."""
-        while self._gone:
-            handle, is_gone = self._gone[0], self._gone[0].is_gone
-            if self._handles.get(handle.name) is handle and (
-                is_gone or (handle.holding is not None and handle.holding.is_handing_back)
-            ):
-                if is_gone and not self.is_closing:
-                    logger.warning(_GONE, handle.name, handle.kind)
-                self.forget(handle)
-            # last, so that after a failure the next phase transition tries this handle again
-            self._gone.popleft()
-
-    def _look_for_changes(self, *, wait: bool) -> None:
-        """Look at offloaded handles before one is forgotten. The next phase transition raises what
-        is found."""
-        # a broken device cannot answer, and values on the host can be handed back without it
-        with suppress(Exception):
-            self.reconciler.changes.look_everywhere(wait=wait)
-
     # --- outside every phase
 
     def rejoin(self, group: Group) -> None:
@@ -484,23 +378,14 @@ class PhaseStack:
         handed back that could be."""
         if self.lock.is_closed:
             return
-        self.is_closing = True
+        self.members.is_closing = True
         try:
             with self.lock.transition():
                 if self.phases.all:
                     raise PhaseError(f"phase {self.phases.name!r} is open; leave it before close()")
                 if on_device:
-                    self.bring(on_device)
-                self._look_for_changes(wait=True)
-                failures: list[Exception] = []
-                for handle in sorted(
-                    self._handles.values(), key=lambda handle: handle.kind != "optimizer"
-                ):
-                    try:
-                        self.forget(handle)
-                    except Exception as error:
-                        failures.append(error)
-                if failures:
+                    self.members.bring(on_device)
+                if failures := self.members.forget_all():
                     _raise_all(failures)
                 self._device.close()
                 self.lock.is_closed = True
@@ -508,7 +393,7 @@ class PhaseStack:
                 if changed is not None:
                     logger.error("closed: %s", changed)
         finally:
-            self.is_closing = False
+            self.members.is_closing = False
 
     # --- phases that were garbage-collected
 
@@ -530,7 +415,7 @@ class PhaseStack:
         garbage-collected, take back engines that were restarted, and leave abandoned phases. Have
         the advisor look at the steps so far, when it is time for that."""
         if self._gone:
-            self._forget_collected()
+            self.members.forget_collected()
         if self.reconciler.has_engines:
             self.reconciler.take_back_restarted_engines()
         self._leave_abandoned()
@@ -590,7 +475,8 @@ def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
 
 def _restore(stack: weakref.ref[PhaseStack], handle: Handle) -> None:
     if (living := stack()) is not None:
-        living.restore(handle)
+        with living.lock.transition():
+            living.members.restore(handle)
 
 
 def _give_back_unused(stack: weakref.ref[PhaseStack]) -> None:

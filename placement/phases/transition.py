@@ -9,6 +9,7 @@ from placement.core.states import Plan
 from placement.planning.planner import is_there
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
+from placement.storage.transfer.verification import Verifier
 
 
 @dataclass(eq=False)
@@ -88,3 +89,15 @@ class Participant:
     def finish(self, transition: Transition) -> None:
         """Where engines are still to be loaded, the memory that handles have given up is with the
         driver, on all ranks. After an error of an entry the caller leaves the phase again."""
+
+
+class Verification(Participant):
+    """The setting `verify`: notes the fingerprints of host copies, so that every later move is
+    compared with them."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    def finish(self, transition: Transition) -> None:
+        handles = transition.handles.values()
+        self._verifier.note([h.holding for h in handles if h.holding is not None])
