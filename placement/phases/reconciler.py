@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from placement.core.errors import EngineError
+from placement.core.errors import DeviceMemoryError, EngineError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan
@@ -159,6 +159,8 @@ class Reconciler:
                 participant.moved(transition)
             mover.commit(transition)
         except BaseException as error:
+            if isinstance(error, DeviceMemoryError):  # the driver's, which names no handle
+                error.add_note(transition.unmet_loads())
             mover.go_back(error)
             raise
         try:

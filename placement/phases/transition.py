@@ -58,6 +58,18 @@ class Transition:
                 self.offloads |= not handle.external
         return decisions
 
+    def unmet_loads(self) -> str:
+        """A note for an error of the device that refused the memory for these loads."""
+        loads = []
+        for handle, decision in zip(self.handles.values(), self.decisions, strict=True):
+            if decision == "load":
+                loads.append(f"{handle.name} ({handle.num_bytes:,} bytes)")
+        return (
+            f"placement: phase {self.name!r} was to load {', '.join(loads) or 'nothing'} within "
+            "the budget, but the device has less: manager.audit().report says who holds it. Free "
+            "it, or lower budget_bytes"
+        )
+
     def while_copying(self) -> None:
         for participant in self.participants:
             participant.while_copying(self)

@@ -537,11 +537,16 @@ def check_fits(view: View, plan: Plan, planner: Planner | None = None) -> int:
     table = _bytes_table(
         [(handle.name, handle.resident_bytes, bytes_under(plan, handle)) for handle in own]
     )
+    streaming = ""
+    for handle in own:
+        is_streamable = handle.unstreamable is None and handle.name not in plan.streamed
+        if handle.kind == "optimizer" and is_streamable and plan.on_device(handle.name):
+            streaming = "stream the optimizer's state (policy option optimizer_in='streamed'), "
     error = DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(needed_bytes)} on the device, the budget is "
         f"{mib(limit_bytes)}.\n{table}\n"
-        f'Name the handles that it needs together: manager.phase("{view.phase}", only=[...]), or '
-        "raise budget_bytes."
+        f'Name the handles that it needs together: manager.phase("{view.phase}", only=[...]), '
+        f"{streaming}or raise budget_bytes."
     )
     error.wanted_bytes = needed_bytes
     raise error

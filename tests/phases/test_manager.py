@@ -15,9 +15,9 @@ import torch
 
 from placement import DeviceMemoryError, Manager, PhaseError, PlacementError, TorchEngine
 from placement.observe import figures
-from placement.testing import SimulatedDevice
+from placement.testing import Faults, SimulatedDevice
 from tests.support.threads import in_a_thread, in_threads
-from tests.support.worker import OFF, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, OFF, Worker, assert_same, batch, learn, make_manager, net
 
 # --- policies
 
@@ -353,6 +353,27 @@ def test_a_first_phase_may_take_what_the_headroom_leaves_to_others() -> None:
         assert actor.resident_bytes == 18 << 20
     assert manager.audit().ok
     manager.close()
+
+
+def test_a_driver_that_refuses_memory_is_told_of_with_the_phase_and_its_loads() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    with worker.manager.phase("log_prob", only=["actor"]) as phase:
+        device.fail("create")
+        with pytest.raises(DeviceMemoryError) as caught:
+            phase.switch("log_prob", only=["actor", "ref"])
+    (note,) = caught.value.__notes__
+    assert f"phase 'log_prob' was to load ref ({worker.ref.num_bytes:,} bytes) within" in note
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_told"), [("colocated", True), ("colocated('streamed')", False)]
+)
+def test_optimizers_that_do_not_fit_are_told_of_streaming(policy: str, is_told: bool) -> None:
+    worker = Worker(policy=policy, budget_bytes=30_000)
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.enter("train")
+    assert ("optimizer_in='streamed'" in str(caught.value)) is is_told
 
 
 def test_a_first_phase_is_refused_what_the_device_does_not_have() -> None:
