@@ -114,8 +114,8 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
         # the policy knows by roles which handles log_prob needs
         return reason if reason and "log_prob" in phases else advice
     reason = reason or (
-        "'train' and 'restore' load the modules that a registered optimizer steps, other phases "
-        "modules by their roles"
+        "'train' and 'restore' load a module only if its optimizer is registered, other phases "
+        "load modules by their roles"
     )
     return (
         f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {reason}; only= "

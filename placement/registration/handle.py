@@ -101,7 +101,7 @@ class Lazy:
     The factory is called once, at the first phase transition whose plan wants the handle on the
     device. On a worker whose policy never wants it there, it is never called. It returns the object
     to register. It runs with the default device and the torch function modes of the caller that
-    changes the phase.
+    changes the phase. Raises TypeError: `factory` is a module.
     """
 
     def __init__(
@@ -110,6 +110,11 @@ class Lazy:
         *,
         kind: str = "module",
     ) -> None:
+        if isinstance(factory, torch.nn.Module):
+            raise TypeError(
+                f"Lazy takes a function that makes a module, not a {type(factory).__name__}: "
+                "register a module that exists without Lazy"
+            )
         self.factory = factory
         self.kind = kind
 

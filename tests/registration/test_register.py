@@ -222,6 +222,11 @@ def test_a_factory_is_called_once_at_the_first_plan_that_wants_it() -> None:
     assert_nothing_resident(manager)
 
 
+def test_a_module_is_no_factory() -> None:
+    with pytest.raises(TypeError, match="not a Sequential: register"):
+        Lazy(net())
+
+
 def test_a_lazy_optimizer_is_built_after_its_owner() -> None:
     manager = make_manager()
     built: list[torch.nn.Module] = []
