@@ -73,6 +73,7 @@ with manager.phase("train"):
 manager.snapshot(); manager.audit()
 print([name for name in optional[2:] if name in sys.modules and name not in of_torch])
 print(placement.policies.Colocated.__name__)
+print(placement.engines.vllm.VllmServer.__name__, placement.engines.sglang.SglangServer.__name__)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -82,4 +83,4 @@ print(placement.policies.Colocated.__name__)
         cwd=ROOT.parent,
     )
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["[]", "[]", "Colocated"]
+    assert done.stdout.splitlines() == ["[]", "[]", "Colocated", "VllmServer SglangServer"]
