@@ -143,8 +143,8 @@ def _register_function(arguments: argparse.Namespace) -> Callable[[forecasting.R
         )
     if arguments.optimizer not in OPTIMIZERS:
         raise ValueError(
-            f"--optimizer: no {arguments.optimizer!r}{nearest(arguments.optimizer, OPTIMIZERS)} "
-            f"known: {', '.join(OPTIMIZERS)}"
+            f"--optimizer: unknown {arguments.optimizer!r}"
+            f"{nearest(arguments.optimizer, OPTIMIZERS)}; known: {', '.join(OPTIMIZERS)}"
         )
     engine = _engine(arguments, roles)
     dtype = dtype_of(arguments.dtype)
