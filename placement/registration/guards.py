@@ -93,6 +93,16 @@ def refuse(handle: Handle, use: str, advice: str) -> NoReturn:
     )
 
 
+_PHASES = {"critic": "values", "reward": "reward", "rollout": "rollout"}
+"""The phase that computes with a role, where it is not log_prob."""
+
+
+def _phase_of(handle: Handle) -> str:
+    """The phase in which every policy that ships has a module or an engine on the device, by its
+    role."""
+    return _PHASES.get(handle.role or ("rollout" if handle.kind == "engine" else ""), "log_prob")
+
+
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
     """The advice, which says to open one of `phases`. If one of them is open already, why it does
     not have the handle on the device."""
@@ -157,11 +167,13 @@ class ForwardGuard(Guard):
         if handle is None:
             return
         if is_off(handle):
+            phase = _phase_of(handle)
             advice = (
-                "open a phase whose plan has it on the device, such as manager.phase('log_prob') "
-                "or phase('train')"
+                f"open a phase whose plan has it on the device, such as manager.phase({phase!r})"
             )
-            refuse(handle, "called", _advise(handle, advice, "log_prob", "train"))
+            if handle.role in ("actor", "critic"):
+                advice += " or phase('train')"
+            refuse(handle, "called", _advise(handle, advice, phase, "train"))
         if handle.holding is not None and not handle.holding.is_consistent:
             refuse(
                 handle,
@@ -306,7 +318,7 @@ class ReadGuard(Guard):
         handle = None if use is None else self.handle()
         if use is None or handle is None or not is_off(handle):
             return
-        phase = "train" if handle.kind == "optimizer" else "log_prob"
+        phase = "train" if handle.kind == "optimizer" else _phase_of(handle)
         advice = _advise(
             handle,
             f"do it inside a phase that has it on the device, such as manager.phase({phase!r})",

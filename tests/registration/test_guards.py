@@ -23,6 +23,7 @@ from placement import (
     PlacementError,
     Plan,
     State,
+    TorchEngine,
     View,
 )
 from placement.policies import Colocated
@@ -97,6 +98,27 @@ def test_no_advice_names_the_phase_that_one_is_in(phase: str) -> None:
     for message in found:
         assert f"phase('{phase}')" not in message
         assert f"phase {phase!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("role", "phase"),
+    [
+        ("actor", "log_prob"),
+        ("ref", "log_prob"),
+        ("critic", "values"),
+        ("reward", "reward"),
+        ("rollout", "rollout"),
+        (None, "rollout"),
+    ],
+)
+def test_a_call_is_told_of_a_phase_that_loads_the_role(role: str | None, phase: str) -> None:
+    manager, model = make_manager(), net()
+    target = TorchEngine(model) if phase == "rollout" else model
+    manager.register("called", target, role=role)
+    with pytest.raises(NotResidentError, match=rf"such as manager\.phase\('{phase}'\)"):
+        model(batch())
+    with manager.phase(phase):
+        assert model(batch()).isfinite().all()
 
 
 def test_a_role_that_no_shipped_phase_needs_is_told_of_a_phase_of_ones_own() -> None:
