@@ -236,10 +236,14 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> No
     assert dist.get_rank() == 1 or program.values() == before
 
 
-@pytest.mark.parametrize("is_async", few([False, True], False))
+def _save_in_a_thread(manager: Manager, path: Path) -> None:
+    checkpoint.async_save(manager, path).result()
+
+
+@pytest.mark.parametrize("save", few([checkpoint.save, _save_in_a_thread], checkpoint.save))
 @on_ranks("two_ranks")
 def test_a_save_that_fails_on_one_rank_leaves_no_mixture_of_two_checkpoints(
-    is_async: bool, tmp_path: Path
+    save: Callable[[Manager, Path], None], tmp_path: Path
 ) -> None:
     program = build("fsdp2")
     program.train(1)
@@ -252,10 +256,7 @@ def test_a_save_that_fails_on_one_rank_leaves_no_mixture_of_two_checkpoints(
         own.mkdir()  # so that its own file cannot be written
     dist.barrier()
     with pytest.raises(placement.CheckpointError, match="Is a directory"):
-        if is_async:
-            checkpoint.async_save(program.manager, tmp_path).result()
-        else:
-            checkpoint.save(program.manager, tmp_path)
+        save(program.manager, tmp_path)
     if dist.get_rank() == 1:
         own.rmdir()
         aside.rename(own)
