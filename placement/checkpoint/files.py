@@ -11,16 +11,17 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -76,6 +77,23 @@ def _make_room(values: dict[str, Any], path: Path, metadata: Metadata) -> None:
             _make_room(value, (*path, str(key)), metadata)
 
 
+class _SavePlanner(DefaultSavePlanner):
+    """A planner that makes the checkpoint in a directory incomplete before it is overwritten. A
+    save that fails half-way would otherwise leave files of both under the metadata of the old
+    one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._path = path
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans = super().create_global_plan(all_plans)
+        # on one rank, while all others wait for its plan
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.remove(os.path.join(self._path, ".metadata"))
+        return plans
+
+
 def save(
     manager: Manager,
     path: str | os.PathLike[str],
@@ -88,7 +106,8 @@ def save(
 
     Values of an offloaded handle are read from its host copy. Each rank writes its shards. A tensor
     that is not sharded is assumed to be equal on all ranks, as in torch.distributed.checkpoint.
-    Collective where torch.distributed is initialized.
+    Collective where torch.distributed is initialized. A checkpoint in the directory is overwritten:
+    after a save that failed there, `load` finds no complete one.
 
     Args:
         path: a directory.
@@ -108,6 +127,7 @@ def save(
             torch_save(
                 state,
                 checkpoint_id=path,
+                planner=_SavePlanner(path),
                 process_group=process_group,
                 no_dist=not dist.is_initialized(),
             )
@@ -164,7 +184,13 @@ def async_save(
 
         def write() -> None:
             with lent_copies, _torch_errors(f"saving to {os.fspath(path)!r}"):
-                torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
+                torch_save(
+                    frozen,
+                    checkpoint_id=path,
+                    planner=_SavePlanner(path),
+                    process_group=group,
+                    no_dist=group is None,
+                )
 
         try:
             # all ranks or none: else the writers of the other ranks would wait for this rank's, and
@@ -230,11 +256,12 @@ def load(
                 part.require_writable()
                 if is_off(handle) and part.needs_device() is not None:
                     to_load_first += [handle.name, *(owner.name for owner in handle.owners)]
-    restore: AbstractContextManager[Any] = nullcontext()
-    if to_load_first:
-        restore = manager.phase("restore", only=dict.fromkeys(to_load_first))
-    with restore, manager._stack.lock.transition():
+    with ExitStack() as entered:
         with _together(process_group):
+            if to_load_first:
+                restore = manager.phase("restore", only=dict.fromkeys(to_load_first))
+                entered.enter_context(restore)
+            entered.enter_context(manager._stack.lock.transition())
             values: dict[str, Any] = {}
             for name, part in parts.items():
                 values[name] = part.state_dict()

@@ -24,6 +24,9 @@ from placement.tensors.plain import Owned, plain_parts
 
 UNPUBLISHED = "the actor was loaded from a checkpoint, and has not been published since"
 """Why an engine needs weights, if it was not given those of a checkpoint."""
+HALF = "a sync has begun and was not finished"
+# the base is complete: adapters alone can fill the weights
+HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
 
 
 class Engine(abc.ABC):
@@ -110,9 +113,11 @@ class TorchEngine(Engine):
         A call of the module that another thread is in may read old and new weights.
 
         Nothing is copied before all weights of the bucket are known to fit; before the first of
-        `Handle.weights`, those of all buckets.
+        `Handle.weights`, those of all buckets. Until the last of these the weights are invalid.
         """
         number = getattr(bucket, "number", None)
+        is_adapters = getattr(bucket, "adapters", "merged") == "separate"
+        half = HALF_OF_ADAPTERS if is_adapters else HALF
         with without_modes():
             self._require_resident()
             if self._sync is None or not number or self._sync[0] is not self.module:
@@ -120,9 +125,14 @@ class TorchEngine(Engine):
                 for info in getattr(bucket, "announced", ()):
                     _fitting_weight(weights, info.name, info)
                 self._sync = self.module, weights
+            if number == 0 and self.stale in (None, HALF_OF_ADAPTERS):
+                self.stale = half
             _write_all(bucket, self._sync[1])
-        if number is None or getattr(bucket, "is_last", False):
+        is_last = getattr(bucket, "is_last", False)
+        if number is None or is_last:
             self._sync = None
+        if is_last and self.stale == half:
+            self.weights_filled()
 
     def _writable(self) -> Mapping[str, Weight]:
         """The weights. Tensors that frameworks have gathered for computing are released first:

@@ -20,7 +20,7 @@ from placement.core.errors import BrokenHandleError, EngineError, EngineLost, In
 from placement.core.journal import logger
 from placement.core.settings import parse_bytes
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS, State
-from placement.engines.base import Engine
+from placement.engines.base import HALF, HALF_OF_ADAPTERS, Engine
 from placement.engines.mirror import PLACEMENT
 from placement.ownership.adapter import Adapter
 from placement.storage.base import Storage
@@ -32,8 +32,6 @@ on other devices)."""
 Weights = Literal["keep", "discard"]
 """The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them
 until the next sync."""
-# the base is complete: adapters alone can fill the weights
-_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
 # the share of a tag's bytes that must be free after an offload. Others may take memory meanwhile.
 _FREED_SHARE = 0.5
 # how long to wait for the freed memory. An engine may answer before its last worker has given it
@@ -524,9 +522,7 @@ class TaggedEngine(Engine):
         if not number:
             self._next_bucket = 0
             self._skipped = []
-            residency.stale = (
-                _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and was not finished"
-            )
+            residency.stale = HALF_OF_ADAPTERS if is_adapters else HALF
         taken = self.receive(bucket)
         if isinstance(taken, Set):
             self._skipped += [name for name, _ in bucket if name not in taken]
@@ -552,7 +548,7 @@ class TaggedEngine(Engine):
                 f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass "
                 "every bucket of handle.weights() to update_weights, in order"
             )
-        if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
+        if is_adapters and residency.stale not in (None, HALF_OF_ADAPTERS):
             raise EngineError(
                 f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with "
                 "adapters='merged' or 'base', or make the engine with weights='keep'"

@@ -227,6 +227,8 @@ class Mover:
                 work(handle)
             except Exception as error:
                 errors.append(error)
+                if isinstance(handle.storage, Residency):
+                    handle.broken = handle.storage.doubt
         return errors
 
     # --- the beginning and the end of a phase transition

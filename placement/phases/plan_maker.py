@@ -9,6 +9,7 @@ from typing import NamedTuple
 from placement.core.errors import BrokenHandleError, EngineError, PhaseError, PlacementError
 from placement.core.journal import Journal
 from placement.core.states import IDLE, Plan, State, View
+from placement.engines.tagged import Residency
 from placement.group.vote import GroupVote, Suspended
 from placement.phases.phase import OpenPhase, innermost
 from placement.planning.planner import (
@@ -47,7 +48,7 @@ class PlanMaker:
         """The plan for a phase, and the device bytes that the budget leaves beside it (see
         `check_fits`). `verb`: "enter" or "switch to", which every rank of a group must do alike.
         Raises PlacementError: there is no plan, it does not fit, or it would generate with an
-        engine without weights."""
+        engine that cannot."""
         try:
             view, plan = self.ask(request)
             for handle in list(self._handles.values()):
@@ -59,7 +60,7 @@ class PlanMaker:
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
-        self._refuse_stale(request.name, plan)
+        self._refuse_engines(request.name, plan)
         return plan, room_bytes
 
     def agreed(self, request: PhaseRequest, plan: Plan) -> Plan:
@@ -94,20 +95,24 @@ class PlanMaker:
             enclosing = name
         return needed
 
-    def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """Raise EngineError for a phase that would generate with an engine that needs weights."""
+    def _refuse_engines(self, name: str, plan: Plan) -> None:
+        """Raise for a phase that would generate with an engine that cannot: EngineError if it needs
+        weights, BrokenHandleError if its state is unknown."""
         roles = self._planner.computing_roles(name)
         for handle in self._handles.values():
             if (
-                handle.kind == "engine"
-                and (stale := handle.stale) is not None
-                and plan.on_device(handle.name)
-                and (handle.role or "rollout") in roles
+                handle.kind != "engine"
+                or not plan.on_device(handle.name)
+                or (handle.role or "rollout") not in roles
             ):
-                if handle.broken is not None:
-                    raise BrokenHandleError(
-                        f"phase {name!r} cannot use {handle.name!r}: {handle.broken}"
-                    )
+                continue
+            storage, stale = handle.storage, handle.stale
+            # not `handle.broken`: the user may have said meanwhile where its memory is
+            if isinstance(storage, Residency) and storage.doubt is not None:
+                raise BrokenHandleError(
+                    f"phase {name!r} cannot use {handle.name!r}: {storage.doubt}"
+                )
+            if stale is not None:
                 raise EngineError(
                     f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot "
                     f"use it: {stale}. Publish first: inside manager.phase('weight_sync'), pass "

@@ -24,7 +24,7 @@ from placement.core.errors import BrokenHandleError, IntegrityError, NotResident
 from placement.core.journal import HandleCounters
 from placement.core.modes import without_modes
 from placement.core.states import TRANSITIONS, WEIGHTS, HandleView, State, Trigger
-from placement.engines.base import UNPUBLISHED, Engine
+from placement.engines.base import HALF_OF_ADAPTERS, UNPUBLISHED, Engine
 from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
@@ -261,7 +261,7 @@ class Handle:
             engine = handle.object
             parameters = _parameters_of(engine.modules())
             shares_tensors = parameters and parameters <= own_parameters
-            if engine.stale is None and not shares_tensors:
+            if engine.stale in (None, HALF_OF_ADAPTERS) and not shares_tensors:
                 engine.stale = UNPUBLISHED
 
     def note_published(self) -> None:

@@ -1,5 +1,5 @@
-"""Engines after a checkpoint was loaded: they generate only once the loaded weights are published
-to them."""
+"""Engines after a checkpoint was loaded, or after a sync that was cut off: they generate only once
+all weights are published to them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from placement import Engine, EngineError, Manager, TorchEngine, checkpoint
 from placement.engines import Follower
+from placement.publish.buckets import Bucket
 from placement.testing import assert_nothing_resident
 from tests.support.sweeps import diagonal
 from tests.support.worker import Worker, assert_same, make_manager, net, trained
@@ -122,6 +123,49 @@ def test_a_publication_that_was_cut_off_or_left_the_engine_out_does_not_count(
     assert_refused(found, engine)
     with found.manager.phase("weight_sync", only=["actor"]):
         assert [*found.actor.weights()]  # to receivers elsewhere
+    assert_refused(found, engine)
+    publish(found, engine)
+    assert_served(found, engine)
+
+
+def test_a_module_with_a_part_of_the_new_weights_generates_nothing() -> None:
+    found, engine = Worker(), TorchEngine(net())
+    found.manager.register("rollout", engine)
+    publish(found, engine)
+    with found.manager.phase("weight_sync"):
+        engine.update_weights(next(found.actor.weights(bucket_bytes=4096)))
+    assert engine.needs_weights
+    with (
+        pytest.raises(EngineError, match="a sync has begun and was not finished"),
+        found.manager.phase("rollout"),
+    ):
+        pytest.fail("the phase was entered")
+    publish(found, engine)
+    assert_served(found, engine)
+
+
+def test_adapters_alone_do_not_fill_the_base_of_a_checkpoint(tmp_path: Path) -> None:
+    """Not even after a sync of adapters that was cut off before the load."""
+    engine = TorchEngine(net())
+    found = worker(engine, tmp_path / "a")
+    weights = [(name, value.clone()) for name, value in engine.module.named_parameters()]
+
+    def adapters(number: int) -> Bucket:
+        bucket = Bucket(number, "separate")
+        bucket.extend(weights)
+        bucket.is_last = number == 1
+        return bucket
+
+    with found.manager.phase("weight_sync"):
+        engine.update_weights(adapters(0))
+        assert engine.needs_weights
+        engine.update_weights(adapters(1))
+        assert not engine.needs_weights
+        engine.update_weights(adapters(0))
+    checkpoint.load(found.manager, tmp_path / "a")
+    with found.manager.phase("weight_sync"):
+        for number in range(2):
+            engine.update_weights(adapters(number))
     assert_refused(found, engine)
     publish(found, engine)
     assert_served(found, engine)

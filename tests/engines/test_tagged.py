@@ -518,3 +518,24 @@ def test_one_that_was_lost_is_restarted_and_registered_anew_as_the_error_says(sh
         step.switch("rollout")
         assert engine.calls[-1] == "admit"
     assert_nothing_resident(manager)
+
+
+def test_one_that_was_lost_as_a_phase_ended_is_broken_at_once_and_generates_nothing(
+    shared: Path,
+) -> None:
+    engine, manager, actor = own(shared)
+    handle = manager.handles["rollout"]
+    engine.raising["offload"] = EngineLost("no answer")
+    with pytest.raises(EngineLost), manager.phase("rollout"):
+        pass
+    assert "no answer" in handle.broken
+    assert [f.what for f in manager.audit().findings] == ["broken"]
+    with pytest.raises(BrokenHandleError, match="'rollout' cannot use 'rollout': no answer"):
+        manager.phase("rollout").__enter__()
+    engine.assume(offloaded=[])
+    with pytest.raises(EngineError, match="Publish first"):
+        manager.phase("rollout").__enter__()
+    with manager.phase("weight_sync") as step:
+        publish(actor, engine)
+        step.switch("rollout")
+    assert_nothing_resident(manager)

@@ -31,7 +31,7 @@ import placement
 from placement import Manager, checkpoint
 from placement.core.states import State
 from placement.tensors.plain import nested_tensors
-from placement.testing import InjectedFault, SimulatedDevice, assert_nothing_resident
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded.checkpoint_worker import WIDTH, Net, Program, build
 from tests.sharded.training import as_bytes, assert_same, bytes_of
 from tests.support.ranks import Ranks, on_ranks
@@ -234,6 +234,40 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(tmp_path: Path) -> No
             checkpoint.load(program.manager, tmp_path / "fine", only=only)
     dist.barrier()  # nobody is left behind in a collective
     assert dist.get_rank() == 1 or program.values() == before
+
+
+def _save_in_a_thread(manager: Manager, path: Path) -> None:
+    checkpoint.async_save(manager, path).result()
+
+
+@pytest.mark.parametrize("save", few([checkpoint.save, _save_in_a_thread], checkpoint.save))
+@on_ranks("two_ranks")
+def test_a_save_that_fails_on_one_rank_leaves_no_mixture_of_two_checkpoints(
+    save: Callable[[Manager, Path], None], tmp_path: Path
+) -> None:
+    program = build("fsdp2")
+    program.train(1)
+    checkpoint.save(program.manager, tmp_path)
+    program.train(2)
+    before = program.values()
+    own, aside = tmp_path / "__1_0.distcp", tmp_path / "aside"
+    if dist.get_rank() == 1:
+        own.rename(aside)
+        own.mkdir()  # so that its own file cannot be written
+    dist.barrier()
+    with pytest.raises(placement.CheckpointError, match="Is a directory"):
+        save(program.manager, tmp_path)
+    if dist.get_rank() == 1:
+        own.rmdir()
+        aside.rename(own)
+    dist.barrier()
+    with pytest.raises(placement.CheckpointError, match="no complete checkpoint"):
+        checkpoint.load(program.manager, tmp_path)
+    assert program.values() == before
+    checkpoint.save(program.manager, tmp_path)
+    program.train(3)
+    checkpoint.load(program.manager, tmp_path)
+    assert program.values() == before
 
 
 def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
@@ -495,3 +529,23 @@ def test_what_shows_copies_is_loaded_by_its_own_code_and_a_failure_reaches_every
     ):
         checkpoint.load(manager, tmp_path)
     assert values() == saved if refused_by is None else values()[1] == changed[1]
+
+
+@on_ranks("two_ranks")
+def test_a_rank_without_room_for_the_restore_keeps_no_other_waiting(tmp_path: Path) -> None:
+    device = Faults(SimulatedDevice(8 << 20, chunk_bytes=4096))
+    manager = Manager(device=device)
+    model = Export()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    checkpoint.save(manager, tmp_path)
+    if dist.get_rank() == 1:
+        device.fail("create")
+    told = "^rank 1: " if dist.get_rank() == 0 else "injected fault"
+    with pytest.raises(placement.PlacementError, match=told):
+        checkpoint.load(manager, tmp_path)
+    assert_nothing_resident(manager)
+    saved = bytes_of(handle.state_dict())
+    checkpoint.load(manager, tmp_path)
+    assert bytes_of(handle.state_dict()) == saved
