@@ -239,6 +239,8 @@ class Pages:
             chunk = self.table[index].memory
             assert chunk is not None
             chunk.is_wiped = index in wiped
+            # first: a signal's handler may raise at any line, and no memory has no bytes
+            self.table[index].newest = Side.HOST
             self._set(index, None, Behind.NOWHERE)
             self.table[index] = Page()
             chunk_pool.give((chunk,))
@@ -440,11 +442,23 @@ class Pages:
         """Put poison behind the addresses where the memory of pages (ascending) shows. The pages
         have it in hand then."""
         for behind, run in self._runs(indices):
-            if behind is not Behind.NOWHERE:
-                nbytes = self.bytes_of(run)
-                self._device.unmap(self._of(behind), nbytes, self.starts[run[0]])
-            for index in run:
-                self._set(index, self.table[index].memory, Behind.NOWHERE)
+            try:
+                self._take_run_off(run, behind)
+            except BaseException as error:
+                # A signal's handler has raised: SystemExit at SIGTERM, or a second Ctrl-C. The
+                # table must not say that the memory is where poison may be by now.
+                if not isinstance(error, Exception):
+                    self._take_run_off(run, behind)
+                raise
+
+    def _take_run_off(self, run: Sequence[int], behind: Behind) -> None:
+        """As `_take_off`, for neighbours whose memory shows in one place. To unmap a page that is
+        not mapped does nothing."""
+        if behind is not Behind.NOWHERE:
+            nbytes = self.bytes_of(run)
+            self._device.unmap(self._of(behind), nbytes, self.starts[run[0]])
+        for index in run:
+            self._set(index, self.table[index].memory, Behind.NOWHERE)
 
     def _of(self, behind: Behind) -> Addresses:
         addresses = self._aside if behind is Behind.ASIDE else self._addresses

@@ -235,3 +235,24 @@ def test_a_page_is_waited_for_alone() -> None:
     pages.wait([1])
     assert second.equal(scene.values[1])
     scene.end(pages)
+
+
+def test_the_bytes_of_a_page_whose_vacating_is_cut_short_are_those_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the handler of a signal, as the table notes that its memory is gone."""
+    scene = Scene()
+    pages = scene.make((STATES["resident, saved"],) * 2)
+    noting = Pages._set
+
+    def cut_short(pages: Pages, index: int, memory: Chunk | None, behind: Behind) -> None:
+        noting(pages, index, memory, behind)
+        if memory is None:
+            raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pages, "_set", cut_short)
+        with pytest.raises(SystemExit):
+            pages.vacate(ALL, scene.pool)
+    pages.settle(Side.DEVICE, scene.pool)
+    scene.check(pages, Side.DEVICE)

@@ -235,6 +235,31 @@ def test_what_the_driver_refuses_leaves_poison(
     assert driver.behind(addresses) == expected([*chunks])
 
 
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"])
+def test_an_unmap_that_a_signal_cut_short_is_made_once_more(
+    device: CudaDevice, driver: FakeDriver, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = poisoned(device, 2 * SIZE)
+    chunks = [device.create(SIZE), device.create(SIZE)]
+    device.map(addresses, chunks)
+    making = Driver.outcomes
+
+    def cut_short(driver: Driver, name: str, *arguments: Any) -> Any:
+        outcomes = making(driver, name, *arguments)
+        if name == call:
+            raise SystemExit
+        return outcomes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Driver, "outcomes", cut_short)
+        with pytest.raises(SystemExit):
+            device.unmap(addresses, 2 * SIZE)
+    device.unmap(addresses, 2 * SIZE)
+    assert driver.behind(addresses) == expected([None, None])
+    device.map(addresses, chunks)
+    assert driver.behind(addresses) == expected(chunks)
+
+
 def test_peers_may_access_what_is_mapped(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ from torch import nn
 import placement
 import placement.policies
 from placement.core import interrupts
+from placement.devices.base import Addresses
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.faults.harness import FaultyWorker, check_left, check_sound
 from tests.faults.test_streamed_step import Job
 from tests.support.early import Foresight
@@ -294,3 +296,65 @@ def test_a_second_one_is_raised_at_once(
     assert cases > 6
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     counted(f"a second SIGINT at {cases} lines, raised there")
+
+
+class CutShort(SimulatedDevice):
+    """The handler of a signal raises as an `unmap` returns.
+
+    Attributes:
+        unmaps_left: the number of calls until then; 0: it raises no more.
+    """
+
+    unmaps_left = 0
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        super().unmap(addresses, nbytes, start)
+        if self.unmaps_left:
+            self.unmaps_left -= 1
+            if not self.unmaps_left:
+                raise SystemExit
+
+
+@pytest.mark.parametrize("operation", ["entry", "switch", "exit"])
+def test_sigterm_as_memory_is_unmapped_loses_no_value(operation: str) -> None:
+    device = CutShort(16 << 20, chunk_bytes=4096)
+    manager = placement.Manager(device=device)
+    model = nn.Linear(64, 64)
+    adam = torch.optim.Adam(model.parameters())
+    manager.register("actor", model, role="actor")
+    handle = manager.register("adam", adam)
+    with manager.phase("train"):
+        model(torch.ones(2, 64)).sum().backward()
+        adam.step()
+        adam.zero_grad()
+
+    def values() -> bytes:
+        tensors = [*model.state_dict().values()]
+        for state in handle.state_dict()["state"].values():
+            tensors += state.values()
+        return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+
+    saved = values()
+    cases = 0
+    for unmaps in range(1, 100):
+        with suppress(SystemExit):
+            if operation == "entry":
+                device.unmaps_left = unmaps
+            with manager.phase("train") as phase:
+                for parameter in model.parameters():
+                    parameter.data.add_(0)  # every page has changed, as far as anyone knows
+                if operation != "entry":
+                    device.unmaps_left = unmaps
+                if operation == "switch":
+                    phase.switch("log_prob")
+        is_over, device.unmaps_left = device.unmaps_left > 0, 0
+        if is_over:
+            break
+        cases += 1
+        with manager.phase("checkpoint"):
+            pass
+        assert_nothing_resident(manager)
+        assert values() == saved, f"after unmap {unmaps}"
+        with manager.phase("train"):
+            assert values() == saved, f"loaded after unmap {unmaps}"
+    assert cases > 3

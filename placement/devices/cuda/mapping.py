@@ -131,9 +131,10 @@ class Extent:
         maps = [mapping for slot in planned.values() for mapping in slot.mappings]
         access = (begin, nbytes, self._driver.access, len(self._driver.access))
         with self._driver:
-            unmapped = self._driver.outcomes("cuMemUnmap", self._runs(planned))
+            runs = self._runs(planned)
+            self._doubtful.update(planned)  # first: a signal's handler may raise after each call
+            unmapped = self._driver.outcomes("cuMemUnmap", runs)
             self._slots.update(planned)
-            self._doubtful.update(planned)
             mapped = self._driver.outcomes("cuMemMap", maps)
             allowed = self._driver.outcomes("cuMemSetAccess", [access])
             self._driver.check("cuMemUnmap", unmapped)
