@@ -69,6 +69,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _make_room(values: dict[str, Any], path: Path, metadata: Metadata) -> None:
+    """Replace each `Shown` by new host memory into which torch reads: see `Part.template`. `path`:
+    the keys that lead to these values."""
     for key, value in values.items():
         if isinstance(value, Shown):
             with without_modes(), torch.inference_mode(False):

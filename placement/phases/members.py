@@ -26,7 +26,8 @@ _GONE = (
 
 
 class Members:
-    """The registered handles of one manager. Called with the manager's lock held.
+    """The registered handles of one manager. Called with the manager's lock held, except for
+    `find`.
 
     `gone`: gets handles whose objects were garbage-collected, or that could not be handed back as a
     whole. `restored_by`: what `Handle.restore` calls.
